@@ -52,7 +52,11 @@ BUDGETS: Final = {
     ),
     "capabilities": Budget(160),
     "capabilities/on_demand": Budget(900),
-    "capabilities/uploads": Budget(2300),
+    "capabilities/uploads": Budget(
+        2515,
+        is_enforced=True,
+        reason="2,300 is the aim; what others upload is checked before it is stored",
+    ),
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(2700),

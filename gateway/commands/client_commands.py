@@ -235,7 +235,7 @@ def change_models(
     rich_help_panel=MODELS_PANEL,
     epilog=format_examples(
         "triton-gateway push model.onnx --name digits",
-        "triton-gateway push model.onnx --name digits --labels labels.txt --version 2",
+        "triton-gateway push model.onnx --name digits --config config.pbtxt --labels labels.txt",
     ),
 )
 @add_target
@@ -251,7 +251,9 @@ def push(
         str, typer.Option(help="Version. Default: the next number.", show_default=False)
     ] = "",
     config: Annotated[Path | None, typer.Option(help="config.pbtxt, or a config in JSON.")] = None,
-    labels: Annotated[Path | None, typer.Option(help="File with one label per line.")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="File with one label per line, which the config names.")
+    ] = None,
     load: Annotated[bool, typer.Option(help="Load the model on every replica.")] = True,
     json: JsonOption = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gateway.capabilities.uploads.model_files.store import ModelStore
     from gateway.services import Services
 
+log = logging.getLogger(__name__)
+
 
 def attach_uploads(settings: Settings) -> Attachment:
     """Build the routes of uploads, and the store behind them. Raises `CannotUseBucket`."""
@@ -34,32 +37,41 @@ def attach_uploads(settings: Settings) -> Attachment:
 
     upload_settings = settings.read(UploadSettings)
     can_write = settings.model_uploads is not ModelUploads.off
-    files = create_model_store(upload_settings, can_write=can_write)
+    files = create_model_store(upload_settings)
 
     async def open_publisher(services: Services, stack: AsyncExitStack) -> None:
         if files is not None:
+            if can_write and not services.repository.state.store.is_shared:
+                log.info(
+                    "uploads to %s assume that no other gateway changes it: gateways that share a repository "
+                    "must share their state, and GATEWAY_STATE is memory: or none:",
+                    upload_settings.repository,
+                )
             publisher = ModelPublisher(files, services.repository)
-            await files.run(files.open)
+            if can_write:
+                await files.run(files.open)
             stack.callback(files.close)
             stack.push_async_callback(publisher.close)
-            publisher.start()
             services.provide(publisher)
             services.provide(upload_settings)
 
     return Attachment((router,), open=open_publisher)
 
 
-def create_model_store(settings: UploadSettings, *, can_write: bool) -> ModelStore | None:
+def create_model_store(settings: UploadSettings) -> ModelStore | None:
     """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
-    from gateway.capabilities.uploads.model_files.bucket_store import BucketStore
-    from gateway.capabilities.uploads.model_files.folder_store import FolderStore
+    from gateway.capabilities.uploads.model_files.bucket import Bucket
+    from gateway.capabilities.uploads.model_files.folder import ModelFolder
+    from gateway.capabilities.uploads.model_files.store import ModelStore
 
-    max_bytes = settings.max_repository_bytes
+    files: Bucket | ModelFolder
     if (folder := settings.repository_folder) is not None:
-        return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)
-    if (bucket := settings.repository_bucket) is not None:
-        return BucketStore(bucket, can_write=can_write, max_bytes=max_bytes)
-    return None
+        files = ModelFolder(folder)
+    elif (bucket := settings.repository_bucket) is not None:
+        files = Bucket(bucket)
+    else:
+        return None
+    return ModelStore(files, settings.max_repository_bytes)
 
 
 def check_uploads(settings: Settings) -> Iterator[Finding]:

@@ -5,22 +5,19 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
-from gateway.errors import Conflict, GatewayError, UnknownModel
+from gateway.errors import Conflict, GatewayError, StateUnavailable, UnknownModel
 from gateway.messages import quote_text
 from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
+from gateway.repository.state.interface import WRITE_ACTION
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import record_change
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 VersionChange = tuple[Collection[int], Collection[int]]  # the versions before and afterwards
@@ -36,11 +33,25 @@ class ModelPublisher:
         self._events = repository.state.events
         self._tasks = TaskSet()
 
-    def start(self) -> None:
-        self._tasks.start(self._recover())
-
     async def close(self) -> None:
+        self.files.stop()
         await cancel_tasks(list(self._tasks))
+
+    async def run(self, action: str, model: str, change: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a change, which goes on and is recorded if the client disconnects."""
+        return await self._events.run_call(self._tasks, action, model, change)
+
+    @asynccontextmanager
+    async def _lock_files(self, model: str) -> AsyncIterator[None]:
+        """Exclude other changes of the model's files, by all gateways that share the state.
+
+        Raises `StateUnavailable`: gateways that cannot agree would write the same version.
+        """
+        state = self._repository.state
+        async with state.wait_for_lease(f"files:{model}"):
+            if not state.store.is_available:
+                raise StateUnavailable(WRITE_ACTION, "it gives no lease of the model's files")
+            yield
 
     async def publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool
@@ -50,63 +61,12 @@ class ModelPublisher:
         `build` gets the existing config. If the load fails, the files are as before. Raises the error of
         the load, or of the file system.
         """
-        work = self._publish(model, version, build, load=load)
-        return await self._events.run_call(self._tasks, "upload", model, work)
-
-    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
-        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
-        work = self._remove_model(model, is_visible)
-        await self._events.run_call(self._tasks, "removal", model, work)
-
-    async def remove_version(self, model: str, version: int) -> None:
-        """Remove a version, and reload the model.
-
-        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
-        """
-        work = self._remove_version(model, version)
-        await self._events.run_call(self._tasks, "removal", model, work)
-
-    async def _recover(self) -> None:
-        """Revert the changes that exited processes left uncommitted, if nobody does it before."""
-        try:
-            models = await self.files.list_interrupted()
-            await asyncio.gather(*map(self._recover_model, models))
-        except GatewayError as exc:
-            log.warning("interrupted uploads were not reverted: %s", exc.detail)
-
-    async def _recover_model(self, model: str) -> None:
-        async with self._lock_model(model):
-            pass
-
-    @asynccontextmanager
-    async def _lock_model(self, model: str) -> AsyncIterator[None]:
-        async with self.files.lock_model(model, self._repository.pause_loads) as is_reverted:
-            if is_reverted:
-                log.warning("reverted an interrupted upload of model %s", quote_text(model))
-                await self._reload(model)
-            yield
-
-    async def _reload(self, model: str) -> None:
-        """Load a model whose files were reverted, because a replica may have loaded the changed ones."""
-        try:
-            await self._repository.read_indexes()
-            if not await self.files.run(self.files.has_model, model):
-                await self._repository.forget(model, unload=True)
-            elif self._repository.is_wanted(model):
-                await self._repository.load(model, {})
-        except GatewayError as exc:
-            log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
-
-    async def _publish(
-        self, model: str, version: int | None, build: UploadBuild, *, load: bool
-    ) -> ModelUpload:
         files = self.files
-        async with self._lock_model(model):
+        async with self._lock_files(model):
             existing_config = await files.run(files.read_config, model)
             built = await files.run(build, existing_config)
             existing = await files.run(files.list_versions, model)
             upload = built.assign_version(version, max(existing, default=0) + 1)
-            await files.run(files.check_upload, upload)
             async with AsyncExitStack() as stack:
                 if not upload.versions.keys().isdisjoint(existing):
                     await stack.enter_async_context(self._repository.pause_loads(model))
@@ -150,9 +110,10 @@ class ModelPublisher:
         with suppress(GatewayError):
             await self._repository.read_indexes()
 
-    async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
         files = self.files
-        async with self._lock_model(model):
+        async with self._lock_files(model):
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
             async with self._repository.pause_loads(model):
@@ -165,9 +126,13 @@ class ModelPublisher:
             record_versions(model, (versions, ()))
             await self._forget(model)
 
-    async def _remove_version(self, model: str, version: int) -> None:
+    async def remove_version(self, model: str, version: int) -> None:
+        """Remove a version, and reload the model.
+
+        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
+        """
         files = self.files
-        async with self._lock_model(model):
+        async with self._lock_files(model):
             versions = await files.run(files.list_versions, model)
             if version not in versions:
                 raise UnknownModel(model, str(version))

@@ -193,12 +193,14 @@ async def upload_model(
     check_storable_name(model)
     number = parse_version_number(version) if version else None
     accepts_code = services.accepts_code(get_caller(request))
-    rules = build_upload_rules(services, model, accepts_code=accepts_code)
+    max_bytes = services.get(UploadSettings).max_model_bytes
+    rules = UploadRules(model, accepts_code, max_bytes, services.settings.max_body_bytes)
     body = RequestBody(request.scope, request.receive)
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):
             build = partial(build_upload, received, staging, rules)
-            upload = await publisher.publish(model, number, build, load=load)
+            change = publisher.publish(model, number, build, load=load)
+            upload = await publisher.run("upload", model, change)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     versions = [str(version) for version in sorted(upload.versions)]
@@ -226,7 +228,8 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     """Unload a model from every replica, and remove its files and labels."""
     publisher = get_publisher(services)
     check_stored_name(model)
-    await publisher.remove_model(model, get_caller(request).can_see)
+    change = publisher.remove_model(model, get_caller(request).can_see)
+    await publisher.run("removal", model, change)
     await services.resolver.policy.forget_model(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
@@ -244,7 +247,7 @@ async def remove_model_version(
     publisher = get_publisher(services)
     number = find_stored_version(model, version)
     record_version(request, str(number))
-    await publisher.remove_version(model, number)
+    await publisher.run("removal", model, publisher.remove_version(model, number))
     return Response(orjson.dumps({"model": model, "version": str(number)}), media_type=JSON)
 
 
@@ -260,7 +263,7 @@ async def list_model_files(
     services: ServicesForManagement, model: str, version: str = ""
 ) -> dict[str, Any]:
     """Return the names, sizes and checksums of the files in the gateway's repository."""
-    files = get_files(services)
+    files = find_publisher(services).files
     folder = str(find_stored_version(model, version)) if version else ""
     check_stored_name(model)
     entries = await files.run(files.list_files, model, folder)
@@ -283,7 +286,7 @@ async def download_model_file(
     services: ServicesForManagement, model: str, path: str
 ) -> StreamingResponse:
     """Return the content of a file in the gateway's repository."""
-    files = get_files(services)
+    files = find_publisher(services).files
     check_stored_name(model)
     content = await files.run(files.open_file, model, path)
     digest = base64.b64encode(bytes.fromhex(content.sha256)).decode()
@@ -295,10 +298,6 @@ async def download_model_file(
 async def stream_pieces(files: ModelStore, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     while piece := await files.run(next, pieces, b""):
         yield piece
-
-
-def get_files(services: Services) -> ModelStore:
-    return find_publisher(services).files
 
 
 def find_publisher(services: Services) -> ModelPublisher:
@@ -363,15 +362,6 @@ async def receive_files(
             # Not in a thread: all threads may work for clients that have left.
             staging.stop()
             await files.run(staging.discard)
-
-
-def build_upload_rules(services: Services, model: str, *, accepts_code: bool) -> UploadRules:
-    return UploadRules(
-        model,
-        accepts_code,
-        services.get(UploadSettings).max_model_bytes,
-        services.settings.max_body_bytes,
-    )
 
 
 def find_digest(body: RequestBody) -> bytes:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,9 +21,8 @@ from tests.capabilities.uploads.support.uploads import (
     FolderPlace,
     folder_place,
     listed_states,
-    pack_zip,
 )
-from tests.support.fleet import BODY, CONFIG, ECHO, V2_BODY, post_to, write_echo
+from tests.support.fleet import BODY, ECHO, V2_BODY, post_to, write_echo
 from tests.support.servers import Triton
 from tests.support.wait import wait_until
 
@@ -160,28 +157,6 @@ def test_files_stay_until_no_replica_loads_the_model(place: FolderPlace, is_read
     assert place.versions(model) == ["1"]
     assert place.infer(f"{model}/versions/1") == [1, 2]
     assert place.client.delete(path).status_code == 200
-
-
-@pytest.mark.fault("a gateway is killed while it uploads a model, and another one uploads the same")
-def test_model_of_a_reverted_upload_is_unloaded(place: FolderPlace, tmp_path: Path) -> None:
-    """Triton ends the load, and does not list a model without files, though it serves it."""
-    trouble = tmp_path / "trouble"
-    trouble.write_text("hold")
-    source = HELD.replace('os.path.join(self.folder, "trouble")', repr(str(trouble)))
-    files = {"config.pbtxt": CONFIG.format(dims=2, instances=1), "1/model.py": source}
-    with (
-        ThreadPoolExecutor() as pool,
-        place.another_gateway(model_uploads="code") as (client, command),
-    ):
-        pool.submit(client.put, "/v1/models/reverted", content=pack_zip(files))
-        wait_until((tmp_path / "trouble-begun").exists)
-        os.kill(command.pid, signal.SIGKILL)
-        command.end()
-    trouble.unlink()
-    wait_until(lambda: any(is_served(triton, "reverted") for triton in place.tritons))
-    with place.another_gateway() as (_, command):
-        command.wait_for("reverted an interrupted upload of model 'reverted'")
-        wait_until(lambda: not any(is_served(triton, "reverted") for triton in place.tritons))
 
 
 def is_served(triton: Triton, model: str) -> bool:

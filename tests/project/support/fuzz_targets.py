@@ -19,7 +19,6 @@ from gateway.capabilities.uploads.model_files.model_config import (
     check_data_config,
     parse_model_config,
 )
-from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
@@ -177,8 +176,6 @@ def upload_targets() -> Iterator[Target]:
     yield Target("ZIP archives", extract_from(".zip"), zips, REFUSALS)
     configs = [b'name: "m" input { name: "X" dims: [ 1 ] }', b'{"name": "m", "input": []}']
     yield Target("model configs", check_config, configs, REFUSALS)
-    network = [b"\x08\x0a\x3a\x02\x0a\x00\x42\x02\x10\x12"]
-    yield Target("ONNX files", lambda data: is_onnx_file(BytesIO(data), len(data)), network, ())
     yield Target("digests", latin_1(parse_sha256_digest), [b"sha-256=:AAAA:"], REFUSALS)
 
 

@@ -108,10 +108,10 @@ export const deleteLabel = (model, label) => getJson(labelPath(model, label), { 
 export const setLabel = (model, label, meaning) => sendJson("PUT", labelPath(model, label), meaning);
 
 /**
- * Upload a file as the next version of a model, with a file of labels or null, and load it if `isLoaded`. Returns the request, which can
+ * Upload a file as the next version of a model, and load it if `isLoaded`. Returns the request, which can
  * be aborted, and a promise of the response; `onProgress` is called with the bytes that were sent. fetch() reports no progress.
  */
-export function uploadModel(model, file, { labels, isLoaded }, onProgress) {
+export function uploadModel(model, file, isLoaded, onProgress) {
   const request = new XMLHttpRequest();
   const response = new Promise((resolve, reject) => {
     request.open("PUT", `${modelPath(model)}?filename=${encodeURIComponent(file.name)}${isLoaded ? "" : "&load=false"}`);
@@ -122,15 +122,8 @@ export function uploadModel(model, file, { labels, isLoaded }, onProgress) {
       request.status < 300 ? resolve(request.response) : reject(new ApiError(request.status, request.response ?? {})));
     request.addEventListener("error", () => reject(new GatewayUnreachable("The connection failed during the upload.")));
     request.addEventListener("abort", () => reject(new DOMException("", "AbortError")));
-    if (labels) {
-      const form = new FormData();
-      form.append("model", file);
-      form.append("labels", labels);
-      request.send(form); // the browser sets the Content-Type with its boundary
-    } else {
-      request.setRequestHeader("Content-Type", "application/octet-stream");
-      request.send(file);
-    }
+    request.setRequestHeader("Content-Type", "application/octet-stream");
+    request.send(file);
   });
   return { request, response };
 }

@@ -117,8 +117,7 @@ function selectFile(selected, description = selected?.name) {
   if (request) return;
   file = selected;
   $("upload-details").hidden = $("upload-start").hidden = !file;
-  $("upload-labels-part").hidden = !file || /\.(tar|zip|tgz|gz)$/i.test(file.name); // archives have their own
-  for (const id of ["upload-file", "upload-folder", "upload-labels"]) $(id).value = "";
+  for (const id of ["upload-file", "upload-folder"]) $(id).value = "";
   showResult("");
   if (!file) return;
   setText($("upload-selected"), `${description}, ${formatSize(file.size)}`);
@@ -163,8 +162,7 @@ async function upload() {
 
 function send(model, isLoaded) {
   const started = performance.now();
-  const labels = $("upload-labels").files[0] ?? null;
-  const sent = api.uploadModel(model, file, { labels, isLoaded }, (bytes, total) => showProgress(bytes, total, performance.now() - started));
+  const sent = api.uploadModel(model, file, isLoaded, (bytes, total) => showProgress(bytes, total, performance.now() - started));
   request = sent.request;
   return sent.response.finally(() => (request = null));
 }
@@ -183,7 +181,7 @@ function showProgress(bytes, total, elapsedMs) {
 function setBusy(isBusy) {
   $("upload-busy").hidden = $("upload-cancel").hidden = !isBusy;
   $("upload-zone").hidden = $("upload-close").hidden = isBusy;
-  for (const id of ["upload-name", "upload-labels", "upload-store-only", "upload-start"]) $(id).disabled = isBusy;
+  for (const id of ["upload-name", "upload-store-only", "upload-start"]) $(id).disabled = isBusy;
   $("upload-progress").value = 0;
   setText($("upload-state"), "");
 }

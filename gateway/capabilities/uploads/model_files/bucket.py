@@ -1,20 +1,29 @@
-"""Objects of an S3 bucket, through obstore.
+"""A bucket of models that the gateway writes and the Tritons read, GATEWAY_REPOSITORY=s3://BUCKET/PREFIX.
 
-Its errors become `RepositoryUnavailable`, `ObjectChanged` or `FileNotFoundError` here.
+S3 has neither renames nor transactions: each object appears at once, and the model file, without which Triton
+cannot load a version, is written last. The errors of obstore become `RepositoryUnavailable` or
+`FileNotFoundError` here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import secrets
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
-from gateway.capabilities.uploads.model_files.staging import StagedFile
-from gateway.capabilities.uploads.model_files.store import FileContent
+from gateway.capabilities.uploads.model_files.staging import (
+    MAX_LEFTOVER_AGE_S,
+    StagedFile,
+    remove_leftovers,
+)
+from gateway.capabilities.uploads.model_files.store import FileContent, StoredFile
 from gateway.capabilities.uploads.settings import BucketLocation
 from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.messages import CommandError
@@ -24,6 +33,11 @@ from gateway.messages import CommandError
 PART_BYTES: Final = 5 << 20
 MAX_PARTS: Final = 9_000
 PIECE_BYTES: Final = 256 << 10
+STAGED_PREFIX: Final = (
+    "triton-gateway-upload-"  # of files in the system's folder for temporary files
+)
+TOUCH_INTERVAL_S: Final = 0.5
+MAX_TOUCHES: Final = 10
 MAX_RETRIES: Final = 3
 RETRY_TIMEOUT: Final = timedelta(seconds=20)
 CONNECT_TIMEOUT: Final = timedelta(seconds=5)
@@ -40,30 +54,8 @@ class CannotUseBucket(CommandError):
     """The optional dependency is not installed."""
 
 
-class ObjectChanged(Exception):
-    """A conditional write found another object than expected."""
-
-
-@dataclass(frozen=True)
-class ObjectEntry:
-    """An object of the bucket, by its key below the prefix."""
-
-    key: str
-    size: int
-    e_tag: str
-    modified_s: int
-
-
-@dataclass(frozen=True)
-class ObjectContent:
-    """A small object, and the tag that changes with its content."""
-
-    content: bytes
-    e_tag: str
-
-
 class Bucket:
-    """The objects below a prefix. All methods block, and raise `RepositoryUnavailable`."""
+    """A `ModelFiles` of the objects below a prefix. Uploads are received on the local disk (TMPDIR)."""
 
     def __init__(self, location: BucketLocation) -> None:
         try:
@@ -75,7 +67,8 @@ class Bucket:
         self._api = obstore
         exceptions = obstore.exceptions
         self._failures = (exceptions.BaseError, OSError)
-        self._conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
+        self._name = location.bucket
+        self._staged_prefix = f"{STAGED_PREFIX}{secrets.token_hex(8)}-"
         options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
         if location.secret_access_key is not None:
             options["secret_access_key"] = location.secret_access_key.get_secret_value()
@@ -99,8 +92,6 @@ class Bucket:
         """Translate errors, but for a missing object, which is a `FileNotFoundError`."""
         try:
             yield
-        except self._conflicts:
-            raise ObjectChanged from None
         except self._failures as exc:
             text = str(exc)
             code = ERROR_CODE.search(text)
@@ -108,40 +99,62 @@ class Bucket:
                 raise FileNotFoundError from None
             raise RepositoryUnavailable(explain_bucket_error(text)) from None
 
-    def write_file(self, key: str, file: StagedFile) -> None:
-        """Send a file in parts; the object appears when it is complete."""
-        with self._translate():
-            self._api.put(
-                self._patient_store,
-                key,
-                file.path,
-                attributes={CHECKSUM_ATTRIBUTE: file.sha256},
-                use_multipart=file.size > PART_BYTES,
-                chunk_size=max(PART_BYTES, file.size // MAX_PARTS),
-                max_concurrency=1,
-            )
+    def __str__(self) -> str:
+        return f"the bucket {self._name}"
 
-    def write_if_unchanged(self, key: str, content: bytes, e_tag: str) -> str:
-        """Replace an object with this tag, or for an empty tag create it. Raises `ObjectChanged`."""
-        mode: Any = {"e_tag": e_tag} if e_tag else "create"
-        with self._translate():
-            result = self._api.put(self._store, key, content, mode=mode, use_multipart=False)
-        return str(result["e_tag"])
+    def open(self) -> None:
+        """Delete leftovers, and write an object if there is none: without one, Triton does not start."""
+        remove_leftovers(Path(tempfile.gettempdir()), STAGED_PREFIX)
+        found = self.list_top_level()
+        if not found["objects"] and not found["common_prefixes"]:
+            with self._translate():
+                self._api.put(self._store, MARKER_KEY, b"models\n", use_multipart=False)
+        newest_s = time.time() - MAX_LEFTOVER_AGE_S
+        self.delete(
+            each["path"]
+            for each in found["objects"]
+            if each["path"].startswith(TEMPORARY_PREFIX) and each["path"] != MARKER_KEY
+            if each["last_modified"].timestamp() < newest_s
+        )
 
-    def write_marker(self) -> None:
-        """Write an object below a prefix that has none, because Triton does not start without one."""
+    def list_top_level(self) -> Any:
         with self._translate():
-            self._api.put(self._store, MARKER_KEY, b"models\n", use_multipart=False)
+            return self._api.list_with_delimiter(self._store)
 
-    def read(self, key: str) -> ObjectContent:
-        with self._translate():
-            found = self._api.get(self._store, key)
-            return ObjectContent(bytes(found.bytes()), str(found.meta["e_tag"]))
+    def name_temporary(self) -> Path:
+        return Path(tempfile.gettempdir(), f"{self._staged_prefix}{secrets.token_hex(8)}")
 
-    def open(self, key: str) -> FileContent:
-        """Open an object; the checksum is empty if it was not uploaded by a gateway."""
+    def measure(self) -> int:
+        staged = 0
+        for path in Path(tempfile.gettempdir()).glob(f"{self._staged_prefix}*"):
+            with suppress(FileNotFoundError):
+                staged += path.stat().st_size
+        return staged + sum(file.size for file in self._list_objects(None))
+
+    def scan(self, folder: str) -> list[StoredFile]:
+        return sorted(self._list_objects(f"{folder}/"), key=lambda file: file.path)
+
+    def _list_objects(self, prefix: str | None) -> list[StoredFile]:
         with self._translate():
-            found = self._api.get(self._store, key)
+            pages = self._api.list(self._store, prefix=prefix)
+            return [
+                StoredFile(
+                    each["path"],
+                    each["size"],
+                    (str(each["e_tag"]),),
+                    modified_s=int(each["last_modified"].timestamp()),
+                )
+                for page in pages
+                for each in page
+            ]
+
+    def read(self, path: str) -> bytes:
+        with self._translate():
+            return bytes(self._api.get(self._store, path).bytes())
+
+    def open_file(self, path: str) -> FileContent:
+        with self._translate():
+            found = self._api.get(self._store, path)
         checksum = str(found.attributes.get(CHECKSUM_ATTRIBUTE, ""))
         return FileContent(found.meta["size"], checksum, self._read_pieces(found))
 
@@ -150,41 +163,58 @@ class Bucket:
             for piece in found.stream(min_chunk_size=PIECE_BYTES):
                 yield bytes(piece)
 
-    def read_checksum(self, key: str) -> str:
-        """Return the checksum with which an object was uploaded; empty if there is none."""
+    def find_checksum(self, path: str) -> str:
         with self._translate():
-            found = self._api.get(self._store, key, options={"head": True})
+            found = self._api.get(self._store, path, options={"head": True})
             return str(found.attributes.get(CHECKSUM_ATTRIBUTE, ""))
 
-    def list_objects(self, folder: str = "") -> list[ObjectEntry]:
-        prefix = f"{folder.rstrip('/')}/" if folder else None
-        with self._translate():
-            pages = self._api.list(self._store, prefix=prefix)
-            found = [
-                ObjectEntry(
-                    each["path"],
-                    each["size"],
-                    str(each["e_tag"]),
-                    modified_s=int(each["last_modified"].timestamp()),
-                )
-                for page in pages
-                for each in page
-            ]
-        return sorted(found, key=lambda entry: entry.key)
+    def prepare_change(self, added: Mapping[str, StagedFile], removed: Collection[str]) -> None:
+        pass
 
-    def list_top_level(self) -> list[str]:
+    def put(self, path: str, file: StagedFile) -> None:
+        """Send a file in parts; the object appears when it is complete."""
         with self._translate():
-            found = self._api.list_with_delimiter(self._store)
-            return sorted(each["path"] for each in found["objects"])
+            self._api.put(
+                self._patient_store,
+                path,
+                file.path,
+                attributes={CHECKSUM_ATTRIBUTE: file.sha256},
+                use_multipart=file.size > PART_BYTES,
+                chunk_size=max(PART_BYTES, file.size // MAX_PARTS),
+                max_concurrency=1,
+            )
 
     def copy(self, source: str, target: str) -> None:
         with self._translate():
             self._api.copy(self._patient_store, source, target)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        with self._translate():
-            for key in keys:  # one after the other: a request for all of them keeps no order
-                self._api.delete(self._store, key)
+    def move(self, source: str, target: str) -> None:
+        self.copy(source, target)
+        self.delete([source])
+
+    def delete(self, paths: Iterable[str]) -> None:
+        for path in paths:  # one after the other: a request for all of them keeps no order
+            with suppress(FileNotFoundError), self._translate():
+                self._api.delete(self._store, path)
+
+    def delete_folder(self, folder: str) -> None:
+        self.delete(file.path for file in reversed(self.scan(folder)))
+
+    def finish_change(self, before: Sequence[StoredFile], changed: Sequence[str]) -> None:
+        """Make the model's newest object newer than all before, in whole seconds.
+
+        Otherwise, a Triton that loaded those does not read the model again.
+        """
+        newest_s = max((file.modified_s for file in before), default=0)
+        for _ in range(MAX_TOUCHES if before else 0):
+            found = self.scan(changed[0].partition("/")[0])
+            if not found or max(file.modified_s for file in found) > newest_s:
+                return
+            time.sleep(TOUCH_INTERVAL_S)
+            smallest = min(found, key=lambda file: file.size).path
+            copy = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+            self.copy(smallest, copy)
+            self.move(copy, smallest)
 
 
 def explain_bucket_error(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -79,25 +79,19 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
     return {path: place_entry(path, versions) for path in paths if not path.endswith("/")}
 
 
-def collect_folders(path: str, folders: set[str]) -> None:
-    """Add the folders of an archive's entry to those of the entries before. Raises `TooLarge`."""
-    while (path := path.rpartition("/")[0]) and path not in folders:
-        folders.add(path)
-    if len(folders) > MAX_ARCHIVE_ENTRIES:
-        raise TooLarge(f"the archive contains more than {MAX_ARCHIVE_ENTRIES} folders")
+def check_folders(paths: Collection[str]) -> None:
+    """Check the folders of files: their number, and that none of them is a file.
 
-
-def check_distinct_paths(paths: Iterable[str]) -> None:
-    """Check that no path is there twice, or is a file and a folder. Raises `InvalidModelFile`."""
-    seen: set[str] = set()
+    Raises `TooLarge` or `InvalidModelFile`.
+    """
     folders: set[str] = set()
     for path in paths:
-        if path in seen:
-            raise InvalidModelFile(f"the archive contains {quote_text(path)} twice")
-        seen.add(path)
-        while path := path.rpartition("/")[0]:
-            folders.add(path)
-    if both := seen & folders:
+        folder = path
+        while (folder := folder.rpartition("/")[0]) and folder not in folders:
+            folders.add(folder)
+    if len(folders) > MAX_ARCHIVE_ENTRIES:
+        raise TooLarge(f"the archive contains more than {MAX_ARCHIVE_ENTRIES} folders")
+    if both := folders.intersection(paths):
         raise InvalidModelFile(f"the archive contains {quote_text(min(both))} as file and folder")
 
 

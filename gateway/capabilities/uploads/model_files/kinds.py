@@ -1,23 +1,26 @@
-"""The kinds of model files: their backends, and how they are recognized by name and content."""
+"""The kinds of model files: their backends, and how they are recognized by name and first bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Final
+from typing import Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
-from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
+from gateway.capabilities.uploads.model_files.staging import StagedFile
 from gateway.messages import join_names, quote_text
 
-HEAD_BYTES: Final = 64 << 10
-XML_HEAD_BYTES: Final = 4 << 10
+HEAD_BYTES: Final = 4 << 10
 GZIP_MAGIC: Final = b"\x1f\x8b"
 TAR_MAGIC = b"ustar"
 TAR_MAGIC_OFFSET = 257
 ZIP_MAGICS: Final = (b"PK\x03\x04", b"PK\x05\x06")
 PLAN_MAGICS: Final = (b"ftrt", b"ptrt")
 XML_STARTS: Final = (b"<?xml", b"<net")
+# ONNX has no signature. A ModelProto (onnx.proto) begins with its ir_version, a small number, and the tag of
+# another of its fields.
+ONNX_START: Final = re.compile(rb"\x08[\x01-\x7f][\x12\x1a\x22\x28\x32\x3a\x42\x72\xa2\xca\xd2]")
 # PyTorch's files are ZIP files; the position of these names in the first entries differs.
 EXPORT_ENTRY = b"/archive_format"
 TORCH_ENTRY = b"/data.pkl"
@@ -51,7 +54,7 @@ MODEL_SUFFIXES: Final = tuple(
     suffix for suffix, kind in FILE_KINDS.items() if kind.backend != "python"
 )
 DATA_BACKENDS: Final = tuple(kind.backend for kind in FILE_KINDS.values() if kind.is_data)
-# Kinds with a content that can be verified.
+# Kinds whose first bytes are known.
 VERIFIABLE_SUFFIXES: Final = (".onnx", ".xml", *ARCHIVE_SUFFIXES)
 
 
@@ -63,33 +66,33 @@ def find_suffix(file_name: str) -> str:
     return SUFFIX_ALIASES.get(suffix, suffix)
 
 
-def identify_content(file: BinaryIO, size: int) -> str:
-    file.seek(0)
-    head = file.read(HEAD_BYTES)
-    recognize: Mapping[str, Callable[[], bool]] = {
-        ".tar.gz": lambda: head.startswith(GZIP_MAGIC),
-        ".tar": lambda: head[TAR_MAGIC_OFFSET:].startswith(TAR_MAGIC),
-        ".pt2": lambda: head.startswith(ZIP_MAGICS) and EXPORT_ENTRY in head[:TORCH_HEAD_BYTES],
-        ".pt": lambda: head.startswith(ZIP_MAGICS) and TORCH_ENTRY in head[:TORCH_HEAD_BYTES],
-        ".zip": lambda: head.startswith(ZIP_MAGICS),
-        ".plan": lambda: head.startswith(PLAN_MAGICS),
-        ".xml": lambda: is_openvino_graph(head),
-        ".onnx": lambda: is_onnx_file(file, size),
+def identify_content(file: StagedFile) -> str:
+    head = file.read_start(HEAD_BYTES)
+    is_zip = head.startswith(ZIP_MAGICS)
+    matches = {
+        ".tar.gz": head.startswith(GZIP_MAGIC),
+        ".tar": head[TAR_MAGIC_OFFSET:].startswith(TAR_MAGIC),
+        ".pt2": is_zip and EXPORT_ENTRY in head[:TORCH_HEAD_BYTES],
+        ".pt": is_zip and TORCH_ENTRY in head[:TORCH_HEAD_BYTES],
+        ".zip": is_zip,
+        ".plan": head.startswith(PLAN_MAGICS),
+        ".xml": is_openvino_graph(head),
+        ".onnx": ONNX_START.match(head) is not None,
     }
-    return next((suffix for suffix, matches in recognize.items() if matches()), "")
+    return next((suffix for suffix, is_match in matches.items() if is_match), "")
 
 
 def is_openvino_graph(head: bytes) -> bool:
-    start = head[:XML_HEAD_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n")
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     return start.startswith(XML_STARTS) and b"<net " in start
 
 
-def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") -> str:
-    """Return the suffix of the file's kind, by its content, its name and the declared backend.
+def identify_file(file: StagedFile, file_name: str, backend: str = "") -> str:
+    """Return the suffix of the file's kind, by its first bytes, its name and the declared backend.
 
     Raises `InvalidModelFile` if they contradict each other, or if the kind is unknown.
     """
-    content = identify_content(file, size)
+    content = identify_content(file)
     named = find_suffix(file_name)
     if content == ".pt" and named == ".pt2":
         content = named
@@ -98,18 +101,16 @@ def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") 
             f"the file is named {quote_text(file_name)}, but its content is that of a {content} file"
         )
     if named in VERIFIABLE_SUFFIXES and not content:
-        raise InvalidModelFile(
-            f"{quote_text(file_name)} is not a {named} file, or it is incomplete"
-        )
+        raise InvalidModelFile(f"{quote_text(file_name)} is not a {named} file")
     if suffix := content or named:
         return suffix
     declared = (suffix for suffix, kind in FILE_KINDS.items() if kind.backend == backend)
     suffix = next(declared, "")
     if suffix and suffix not in VERIFIABLE_SUFFIXES:
         return suffix
+    if not file.size:
+        raise InvalidModelFile("the file is empty; send a model file, as curl -T FILE does")
     raise InvalidModelFile(
-        "the file is empty; send a model file, as curl -T FILE does"
-        if not size
-        else "the file is not a model of a known kind, or it is incomplete; send one of "
+        "the file is not a model of a known kind, by its first bytes or its name; send one of "
         f"{join_names(MODEL_SUFFIXES)}, or a .zip or .tar.gz file of a model folder"
     )

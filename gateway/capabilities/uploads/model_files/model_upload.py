@@ -14,8 +14,7 @@ from gateway.capabilities.uploads.model_files.entry_names import (
     MAX_ARCHIVE_ENTRIES,
     NEXT_VERSION,
     arrange_entries,
-    check_distinct_paths,
-    collect_folders,
+    check_folders,
 )
 from gateway.capabilities.uploads.model_files.kinds import (
     ARCHIVE_SUFFIXES,
@@ -39,7 +38,6 @@ from gateway.capabilities.uploads.model_files.model_config import (
     list_label_files,
     parse_model_config,
 )
-from gateway.capabilities.uploads.model_files.onnx import generate_label_config
 from gateway.capabilities.uploads.model_files.received_body import (
     CONFIG_FIELD,
     LABELS_FIELD,
@@ -58,8 +56,8 @@ CODE_SUFFIXES: Final = (
 )  # fmt: skip
 LIBRARY_MARK: Final = ".so."
 CODE_MAGICS: Final = (b"\x7fELF", b"MZ", b"#!", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+MAGIC_BYTES: Final = 8
 DEFAULT_LABELS_FILE: Final = "labels.txt"
-ONNX_FILE_NAME: Final = FILE_KINDS[".onnx"].file_name
 MAX_CONFIGS_BYTES: Final = 2 * MAX_CONFIG_BYTES  # protobuf parses them in Python
 ARTIFACTS_ONLY: Final = "GATEWAY_MODEL_UPLOADS=artifacts accepts data only"
 
@@ -72,9 +70,7 @@ class UploadRules:
     model: str
     accepts_code: bool
     max_bytes: int  # limit for all files together, after decompression
-    max_tensor_bytes: (
-        int  # of a config's warm-up inputs and states; ignored if the upload may contain code
-    )
+    max_tensor_bytes: int  # of a config's warm-up inputs and states, if the upload is data only
 
 
 @dataclass(frozen=True)
@@ -137,9 +133,8 @@ def build_upload(
     if not suffix:
         builder.add_files(models)
     builder.check_files()
-    labels = [each for each in received if each.field == LABELS_FIELD]
-    builder.write_config(has_labels=bool(labels))
-    builder.add_labels(labels)
+    builder.write_config()
+    builder.add_labels([each for each in received if each.field == LABELS_FIELD])
     total = sum(each.content.size for each in models)
     # Of several files, the first is the model; the others are its weights.
     content = models[0].content
@@ -147,20 +142,16 @@ def build_upload(
 
 
 def read_staged_config(file: StagedFile) -> bytes:
-    with file.path.open("rb") as stream:
-        return stream.read(MAX_CONFIG_BYTES + 1)  # the parser rejects a longer config
+    return file.read_start(MAX_CONFIG_BYTES + 1)  # the parser rejects a longer config
 
 
 def identify_archive(models: Sequence[ReceivedFile]) -> str:
     """Return the suffix of the archive that is the only file; empty if there is no archive."""
     for model in models:
-        with model.content.path.open("rb") as stream:
-            suffix = identify_content(stream, model.content.size)
-            if suffix in ARCHIVE_SUFFIXES:
-                identify_file(stream, model.content.size, model.name)
-                if len(models) > 1:
-                    raise InvalidModelFile("an archive must be the only model file of an upload")
-                return suffix
+        if identify_content(model.content) in ARCHIVE_SUFFIXES:
+            if len(models) > 1:
+                raise InvalidModelFile("an archive must be the only model file of an upload")
+            return identify_file(model.content, model.name)
     return ""
 
 
@@ -169,11 +160,9 @@ def extract_files(
 ) -> ModelUpload:
     files: Files = {}
     names: list[str] = []
-    folders: set[str] = set()
     with archive.path.open("rb") as stream:
         limits = ArchiveLimits(rules.max_bytes, MAX_ARCHIVE_ENTRIES, staging.check_open)
         for name, pieces in read_archive(stream, suffix, limits):
-            collect_folders(name, folders)
             names.append(name)
             if name.endswith("/"):
                 continue
@@ -184,7 +173,7 @@ def extract_files(
                 writer.write(piece)
             files[name] = writer.finish()
     archive.path.unlink()  # its content needs the space
-    check_distinct_paths(files)
+    check_folders(files)
     shared: Files = {}
     versions: Versions = {}
     for name, place in arrange_entries(names).items():
@@ -245,8 +234,7 @@ class UploadBuilder:
             name = model.name
             is_companion = len(models) > 1 and find_suffix(name) not in FILE_KINDS
             if not is_companion:
-                with model.content.path.open("rb") as stream:
-                    suffix = identify_file(stream, model.content.size, name, self._backend)
+                suffix = identify_file(model.content, name, self._backend)
                 if self._kind is not None:
                     raise InvalidModelFile("the form contains two model files")
                 self._kind = FILE_KINDS[suffix]
@@ -292,10 +280,8 @@ class UploadBuilder:
                 return None
             found = FILE_KINDS[find_suffix(candidates[0])].file_name
             version[found] = version.pop(candidates[0])
-        file = version[found]
-        with file.path.open("rb") as stream:
-            known = found if find_suffix(found) in FILE_KINDS else ""
-            return FILE_KINDS.get(identify_file(stream, file.size, known, self._backend))
+        known = found if find_suffix(found) in FILE_KINDS else ""
+        return FILE_KINDS.get(identify_file(version[found], known, self._backend))
 
     def _check_data_files(self, kind: FileKind | None) -> None:
         if kind is None or not kind.is_data:
@@ -320,17 +306,12 @@ class UploadBuilder:
             if find_backend(config) not in ("", kind.backend):
                 raise InvalidModelFile(f"{path} has another backend than the model file")
 
-    def write_config(self, *, has_labels: bool = False) -> None:
+    def write_config(self) -> None:
         backend = "" if self._kind is None else self._kind.backend
         if self._config_text is not None:
             content = encode_model_config(self._config_text, self._config, backend)
         elif self._config is None and self._kind is not None:
             content = declare_backend(backend)
-            if has_labels and self._kind.file_name == ONNX_FILE_NAME:
-                file = self._upload.versions[max(self._upload.versions)][ONNX_FILE_NAME]
-                with file.path.open("rb") as stream:
-                    content = generate_label_config(stream, file.size, DEFAULT_LABELS_FILE)
-                self._config = self._parse_config(content)
         else:
             return
         self._shared[CONFIG_FILE] = self._staging.write_file(content)
@@ -351,9 +332,8 @@ class UploadBuilder:
 
 def check_data_file(path: str, file: StagedFile) -> None:
     name = path.lower()
-    with file.path.open("rb") as stream:
-        head = stream.read(8)
-    if name.endswith(CODE_SUFFIXES) or LIBRARY_MARK in name or head.startswith(CODE_MAGICS):
+    is_program = file.read_start(MAGIC_BYTES).startswith(CODE_MAGICS)
+    if name.endswith(CODE_SUFFIXES) or LIBRARY_MARK in name or is_program:
         raise InvalidModelFile(
             f"the upload contains {quote_text(path)}, which is code; {ARTIFACTS_ONLY}; {CODE_ADVICE}"
         )

@@ -1,17 +1,14 @@
-"""The temporary files of an upload, beside the models: hidden files, which no Triton reads.
-
-They are files and not a folder, because Triton takes each folder of a repository for a model.
-"""
+"""The temporary files of an upload."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,8 +16,8 @@ from typing import Final
 
 from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
 
-FILE_MODE: Final = 0o644  # Triton may run as another user
-FOLDER_MODE: Final = 0o755
+FILE_MODE: Final = 0o600
+MAX_LEFTOVER_AGE_S: Final = 24 * 3600.0  # of the temporary files that a killed gateway has left
 FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -44,6 +41,10 @@ class StagedFile:
     size: int
     sha256: str
 
+    def read_start(self, max_bytes: int) -> bytes:
+        with self.path.open("rb") as file:
+            return file.read(max_bytes)
+
 
 class UploadAborted(Exception):
     """The upload was aborted while a thread worked on it."""
@@ -64,11 +65,10 @@ class StagedWriter:
         """Append data. Raises `UploadAborted`, `RepositoryFull` or `OSError`."""
         self._staging.check_open()
         view = memoryview(data)
-        with self._staging.reserve(len(view)):
-            self._hash.update(view)
-            self._size += len(view)
-            while view:
-                view = view[self._file.write(view) :]
+        self._hash.update(view)
+        self._size += len(view)
+        while view:
+            view = view[self._file.write(view) :]
 
     def finish(self) -> StagedFile:
         self._file.close()
@@ -81,17 +81,11 @@ class StagedWriter:
 class Staging:
     """The temporary files of one upload. `discard` removes the ones that were not installed.
 
-    A thread may still write when the upload is discarded: its next write raises `UploadAborted`. `reserve`
-    holds a number of bytes while they are written.
+    A thread may still write when the upload is discarded: its next write raises `UploadAborted`.
     """
 
-    def __init__(
-        self,
-        name_temporary: Callable[[], Path],
-        reserve: Callable[[int], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, name_temporary: Callable[[], Path]) -> None:
         self._name_temporary = name_temporary
-        self.reserve = reserve
         self._lock = threading.Lock()
         self._writers: list[StagedWriter] = []
         self._is_open = True
@@ -126,25 +120,10 @@ class Staging:
             self._writers.clear()
 
 
-def is_same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def try_lock_file(path: Path) -> int | None:
-    """Return the descriptor of a lock that ends with this process; None if another process holds it."""
-    with ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        stack.callback(os.close, descriptor)
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_same_file(path, descriptor):
-                stack.pop_all()
-                return descriptor
-    return None
-
-
-def file_stamp(status: os.stat_result) -> tuple[int, ...]:
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def remove_leftovers(folder: Path, prefix: str, max_age_s: float = MAX_LEFTOVER_AGE_S) -> None:
+    """Delete the temporary files that nobody has changed for a day."""
+    for path in folder.glob(f"{prefix}*"):
+        with suppress(OSError):  # another user's, or another gateway has just deleted it
+            # The time of a file's content can be older: what is replaced is linked to a temporary name.
+            if path.lstat().st_ctime < time.time() - max_age_s:
+                path.unlink()

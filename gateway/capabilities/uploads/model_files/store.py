@@ -1,24 +1,36 @@
-"""The interface of a store of uploaded models, with the threads and the lock per model of all stores."""
+"""The store of uploaded models: changes of files that can be reverted, in a folder or in a bucket.
+
+A change of a model holds the lease of its files in the state: gateways that share a repository share a state.
+What is replaced is copied to hidden files before. A gateway that is killed leaves the files as they are;
+hidden files are deleted after a day.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, ParamSpec, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
-from gateway.capabilities.uploads.errors import RepositoryFull
+from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
+from gateway.capabilities.uploads.model_files.entry_names import CONFIG_FILE, is_version_name
+from gateway.capabilities.uploads.model_files.kinds import FILE_KINDS, find_suffix
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
-from gateway.capabilities.uploads.model_files.staging import Staging, translate_os_errors
-from gateway.capacity.archives import is_safe_segment
-from gateway.errors import Overloaded
+from gateway.capabilities.uploads.model_files.staging import (
+    StagedFile,
+    Staging,
+    translate_os_errors,
+)
+from gateway.capacity.archives import TEMPORARY_PREFIX, is_safe_segment
+from gateway.errors import NotFound, Overloaded
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,6 +43,16 @@ NO_FILE: Final = "the model has no such file; GET /v1/models/NAME/files lists th
 
 class TooManyUploads(Overloaded):
     message = f"{MAX_UPLOADS} uploads are in progress; try again when one of them has ended"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the repository, by its path there; `stamp` changes with its content."""
+
+    path: str
+    size: int
+    stamp: tuple[int | str, ...]  # empty for a link, which is replaced and deleted but not read
+    modified_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,46 +69,136 @@ class FileContent:
     """A file that is open for reading; its pieces are read in the threads of its store."""
 
     size: int
-    sha256: str
+    sha256: str  # empty if it is not known
     pieces: Iterator[bytes]
 
 
-class ModelChange(Protocol):
-    """A change of a model's files, which Tritons see; it can be reverted until it is committed."""
+class ModelFiles(Protocol):
+    """Files by their paths. All methods block, and raise `OSError` or `RepositoryUnavailable`.
 
-    def revert(self) -> None: ...
-
-    def commit(self) -> None: ...
-
-
-# Waits until no replica loads a model, and lets none start in its block.
-LoadPause = Callable[[str], AbstractAsyncContextManager[None]]
-
-
-class ModelStore(ABC):
-    """The models that the gateway writes and the Tritons read.
-
-    All methods but `lock_model` and `hold_upload_slot` block: `run` runs them in a few threads.
+    The names of hidden files, which Tritons do not read, begin with `TEMPORARY_PREFIX` and have no folder.
     """
 
-    def __init__(self, *, can_write: bool, max_bytes: int = 0) -> None:
-        self.can_write = can_write
+    def open(self) -> None:
+        """Prepare the repository, and delete what killed gateways have left."""
+
+    def name_temporary(self) -> Path:
+        """Return the place of a new file on a local disk, which an upload is received to."""
+
+    def measure(self) -> int:
+        """Return the size of all files, those of uploads in progress included."""
+
+    def scan(self, folder: str) -> list[StoredFile]:
+        """Return the files of a model or of a version, in the order of their paths."""
+
+    def read(self, path: str) -> bytes: ...
+
+    def open_file(self, path: str) -> FileContent:
+        """Open a file that no link leads to. Raises `FileNotFoundError`."""
+
+    def find_checksum(self, path: str) -> str:
+        """Return the checksum that is stored with a file; empty without one."""
+
+    def prepare_change(self, added: Mapping[str, StagedFile], removed: Collection[str]) -> None:
+        """Check the paths, and make the files durable. Raises `Conflict` for what must not be changed."""
+
+    def put(self, path: str, file: StagedFile) -> None:
+        """Put a file to its place, where it appears at once."""
+
+    def copy(self, source: str, target: str) -> None: ...
+
+    def move(self, source: str, target: str) -> None: ...
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files, in this order, and folders that become empty."""
+
+    def delete_folder(self, folder: str) -> None: ...
+
+    def finish_change(self, before: Sequence[StoredFile], changed: Sequence[str]) -> None:
+        """Make a change of a model durable, and such that Tritons notice it."""
+
+
+class ModelChange:
+    """A change of a model's files, which Tritons see; it can be reverted until it is committed."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        existing: Sequence[StoredFile],
+        added: Mapping[str, StagedFile],
+        removed: Collection[str] = (),
+    ) -> None:
+        self._files = files
+        self._existing = existing
+        self._added = added
+        self._removed = removed
+        paths = {file.path for file in existing}
+        changed = dict.fromkeys((*removed, *added))
+        self._copies = {
+            path: f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}" for path in changed if path in paths
+        }
+        self._created = [path for path in reversed([*added]) if path not in paths]
+
+    def apply(self, check_open: Callable[[], None]) -> None:
+        """Delete and put the files in their order; an error changes nothing."""
+        self._files.prepare_change(self._added, self._removed)
+        try:
+            for path, copy in self._copies.items():
+                self._files.copy(path, copy)
+        except BaseException:
+            self.commit()
+            raise
+        try:
+            self._files.delete(self._removed)
+            for path, file in self._added.items():
+                check_open()
+                self._files.put(path, file)
+            self._files.finish_change(self._existing, [*self._removed, *self._added])
+            check_open()
+        except BaseException:
+            self.revert()
+            raise
+
+    def revert(self) -> None:
+        changed = [*self._created, *self._copies]
+        before = self._files.scan(changed[0].partition("/")[0]) if changed else []
+        self._files.delete(self._created)
+        for path, copy in reversed(self._copies.items()):
+            self._files.move(copy, path)
+        self._files.finish_change(before, changed)
+
+    def commit(self) -> None:
+        self._files.delete(self._copies.values())
+
+
+class ModelStore:
+    """The models that the gateway writes and the Tritons read.
+
+    The methods block, but for `stop`, `run` and `hold_upload_slot`: `run` runs them in a few threads.
+    """
+
+    def __init__(self, files: ModelFiles, max_bytes: int = 0) -> None:
+        self._files = files
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._upload_slots = MAX_UPLOADS
         self._checksums: dict[tuple[int | str, ...], str] = {}
+        self._is_stopped = False
 
-    @abstractmethod
     def open(self) -> None:
-        """Prepare the store; log a warning if it cannot be used."""
+        """Prepare the repository; log a warning if it cannot be used."""
+        try:
+            with translate_os_errors():
+                self._files.open()
+        except (RepositoryFull, RepositoryUnavailable) as exc:
+            log.warning("models cannot be uploaded to %s: %s", self._files, exc.detail)
 
-    @abstractmethod
-    async def list_interrupted(self) -> list[str]:
-        """Return the models that may have changes which exited processes left uncommitted."""
+    def stop(self) -> None:
+        """Let the changes that threads are making be reverted: the tasks that wait for them are cancelled."""
+        self._is_stopped = True
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._threads.shutdown()
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking call in one of the threads. Raises `RepositoryFull` or `RepositoryUnavailable`."""
@@ -96,24 +208,6 @@ class ModelStore(ABC):
                 return call(*args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run_translated)
-
-    @asynccontextmanager
-    async def lock_model(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
-        """Wait until no other process and no other task changes this model.
-
-        Reverts the uncommitted change of an exited process, before anything else is changed and while no
-        replica loads the model, and yields whether there was one. Raises `Conflict` for a model that the
-        gateway must not change.
-        """
-        lock = self._locks.setdefault(model, asyncio.Lock())
-        async with lock, self._lock_processes(model, pause_loads) as is_reverted:
-            yield is_reverted
-
-    @abstractmethod
-    def _lock_processes(
-        self, model: str, pause_loads: LoadPause
-    ) -> AbstractAsyncContextManager[bool]:
-        """Do the same as `lock_model` for other processes."""
 
     @contextmanager
     def hold_upload_slot(self) -> Iterator[None]:
@@ -126,64 +220,105 @@ class ModelStore(ABC):
         finally:
             self._upload_slots += 1
 
-    @abstractmethod
-    def create_staging(self) -> Staging: ...
+    def create_staging(self) -> Staging:
+        self._files.open()
+        return Staging(self._files.name_temporary)
 
     def check_quota(self, needed_bytes: int = 0) -> None:
-        self.find_free_bytes(needed_bytes)
-
-    def find_free_bytes(self, needed_bytes: int) -> int:
-        """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
-        free_bytes = self._max_bytes - self._measure() if self._max_bytes else sys.maxsize
-        if needed_bytes > free_bytes:
+        """Check that a number of bytes fits. Raises `RepositoryFull`."""
+        if self._max_bytes and self._files.measure() + needed_bytes > self._max_bytes:
             raise RepositoryFull(
                 f"the model does not fit into the repository, whose limit is {self._max_bytes} bytes; "
                 "remove models or versions first"
             )
-        return free_bytes
 
-    @abstractmethod
-    def _measure(self) -> int: ...
+    def read_config(self, model: str) -> bytes | None:
+        try:
+            return self._files.read(f"{model}/{CONFIG_FILE}")
+        except FileNotFoundError:
+            return None
 
-    @abstractmethod
-    def check_upload(self, upload: ModelUpload) -> None:
-        """Check that the staged files fit. Raises `RepositoryFull`."""
+    def list_versions(self, model: str) -> list[int]:
+        names = {file.path.split("/")[1] for file in self._files.scan(model)}
+        return sorted(int(name) for name in names if is_version_name(name))
 
-    @abstractmethod
-    def read_config(self, model: str) -> bytes | None: ...
+    def has_model(self, model: str) -> bool:
+        return bool(self._files.scan(model))
 
-    @abstractmethod
-    def list_versions(self, model: str) -> list[int]: ...
-
-    @abstractmethod
-    def has_model(self, model: str) -> bool: ...
-
-    @abstractmethod
     def install(self, model: str, upload: ModelUpload) -> ModelChange:
-        """Move the files of an upload to their places, which can be reverted. An error changes nothing.
+        """Put the files of an upload, whose versions have numbers, to their places. An error changes nothing.
 
-        Its versions have numbers.
+        Raises `RepositoryFull`, or `Conflict` for a folder that the gateway must not change.
         """
+        self.check_quota()  # the staged files are counted
+        existing = self._files.scan(model)
+        # The config first and the model file last: before it, the version cannot be loaded.
+        added = {f"{model}/{path}": file for path, file in upload.shared_files.items()}
+        removed: list[str] = []
+        for version, files in sorted(upload.versions.items()):
+            folder = f"{model}/{version}/"
+            for path in sorted(files, key=lambda name: find_suffix(name) in FILE_KINDS):
+                added[folder + path] = files[path]
+            replaced = [file.path for file in existing if file.path.startswith(folder)]
+            # A single file is replaced at once. Of several, no old one may be there with a new one.
+            if len(replaced) != 1 or replaced[0] not in added:
+                removed += replaced
+        return self._change(existing, added, removed)
 
-    @abstractmethod
-    def remove_version(self, model: str, version: int) -> ModelChange: ...
+    def remove_version(self, model: str, version: int) -> ModelChange:
+        existing = self._files.scan(model)
+        folder = f"{model}/{version}/"
+        return self._change(
+            existing, {}, [file.path for file in existing if file.path.startswith(folder)]
+        )
 
-    @abstractmethod
-    def remove_model(self, model: str) -> None: ...
+    def _change(
+        self,
+        existing: Sequence[StoredFile],
+        added: Mapping[str, StagedFile],
+        removed: Collection[str],
+    ) -> ModelChange:
+        change = ModelChange(self._files, existing, added, removed)
+        change.apply(self._check_open)
+        return change
 
-    @abstractmethod
+    def _check_open(self) -> None:
+        if self._is_stopped:
+            raise RepositoryUnavailable("the gateway is shutting down")
+
+    def remove_model(self, model: str) -> None:
+        self._files.prepare_change({}, [file.path for file in self._files.scan(model)])
+        self._files.delete_folder(model)
+
     def list_files(self, model: str, version: str = "") -> list[FileEntry]:
         """Return the files of a model or a version. Raises `NotFound`."""
+        found = self._files.scan(f"{model}/{version}" if version else model)
+        if not found:
+            raise NotFound(NO_FILES)
+        return [
+            FileEntry(file.path.partition("/")[2], file.size, self._find_checksum(file))
+            for file in found
+            if file.stamp
+        ]
 
-    @abstractmethod
     def open_file(self, model: str, path: str) -> FileContent:
         """Open a file of a model. Raises `NotFound`."""
+        if all(map(is_safe_segment, path.split("/"))):
+            for file in self._files.scan(model):
+                if file.path == f"{model}/{path}" and file.stamp:
+                    content = self._files.open_file(file.path)
+                    return replace(content, sha256=content.sha256 or self._find_checksum(file))
+        raise NotFound(NO_FILE)
 
-    def _remember_checksum(self, key: tuple[int | str, ...], checksum: str) -> str:
-        if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
-            self._checksums.clear()
-        self._checksums[key] = checksum
-        return checksum
+    def _find_checksum(self, file: StoredFile) -> str:
+        """Return the SHA-256 checksum, which is remembered until the file changes."""
+        key = (file.path, *file.stamp)
+        if key not in self._checksums:
+            if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
+                self._checksums.clear()
+            checksum = self._files.find_checksum(file.path)
+            self._checksums[key] = checksum or hash_pieces(self._files.open_file(file.path).pieces)
+        return self._checksums[key]
 
 
 def hash_pieces(pieces: Iterable[bytes]) -> str:
@@ -191,7 +326,3 @@ def hash_pieces(pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def is_safe_path(path: str) -> bool:
-    return all(map(is_safe_segment, path.split("/")))
