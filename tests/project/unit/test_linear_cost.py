@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
-from gateway.capabilities.jobs.batches.rows import RowWriter
+from gateway.capabilities.jobs.rows import RowWriter
 from gateway.capabilities.jobs.service import ArrivingBody
 from gateway.errors import GatewayError
 from gateway.headers import parse_accept, parse_header_parameters

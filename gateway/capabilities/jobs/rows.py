@@ -11,7 +11,7 @@ import orjson
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.service import ArrivingBody
-from gateway.capabilities.jobs.storage.store import JobFiles
+from gateway.capabilities.jobs.store import JobFiles
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.headers import decode_header_text, parse_content_type, parse_header_parameters
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
