@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, cast
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
@@ -172,44 +173,21 @@ async def respond_with_state(jobs: Jobs, job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job, position)), media_type=JSON)
 
 
-class JobResultResponse(StreamingResponse):
-    """The stored response of a request. `deletes_job` deletes the job when it was sent."""
+async def respond_with_result(jobs: Jobs, job: Job, *, deletes_job: bool = False) -> Response:
+    """Return the stored response of a request. Raises `JobFileLost` before anything is sent."""
+    pieces = read_pieces(jobs.store.files, job.result_file, job.result_bytes)
+    first = await anext(pieces)
 
-    def __init__(self, jobs: Jobs, job: Job, *, deletes_job: bool = False) -> None:
-        super().__init__((), job.status)
-        headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
-        self.raw_headers = [
-            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers
-        ]
-        self._jobs = jobs
-        self._job = job
-        self._deletes_job = deletes_job
+    async def yield_pieces() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
 
-    async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
-        job = self._job
-        start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
-        sent_bytes = 0
-        # The last piece ends the response: a client that has it all may disconnect at once.
-        async for piece in read_pieces(self._jobs.store.files, job.result_file, job.result_bytes):
-            if not sent_bytes:  # nothing is sent if the result cannot be read
-                await send(start)
-            sent_bytes += len(piece)
-            more = sent_bytes < job.result_bytes
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
-        if self._deletes_job:
-            await self._jobs.delete(job)
-
-
-class RowsResponse(StreamingResponse):
-    """The rows of a batch, for a caller that has a limit of such responses."""
-
-    def __init__(self, jobs: Jobs, job: Job, rows: AsyncIterator[bytes]) -> None:
-        super().__init__(rows, media_type=NDJSON)
-        self._waiter = jobs.wait_as(job.owner)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._waiter:
-            await super().__call__(scope, receive, send)
+    deletion = BackgroundTask(jobs.delete, job) if deletes_job else None
+    response = StreamingResponse(yield_pieces(), job.status, background=deletion)
+    headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
+    response.raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    return response
 
 
 async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
@@ -238,6 +216,18 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
             return
         seen = await change.wait(seen, POLL_S)
         current = await jobs.store.find(job.id)
+
+
+class RowsResponse(StreamingResponse):
+    """The rows of a batch, for a caller that has a limit of such responses."""
+
+    def __init__(self, jobs: Jobs, job: Job, rows: AsyncIterator[bytes]) -> None:
+        super().__init__(rows, media_type=NDJSON)
+        self._waiter = jobs.wait_as(job.owner)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._waiter:
+            await super().__call__(scope, receive, send)
 
 
 async def find_job(request: Request, services: ServicesForInference, job: str) -> Job:
@@ -312,7 +302,7 @@ async def get_result(
     if job.kind is JobKind.batch and (job.result_file or not job.has_ended):
         return RowsResponse(jobs, job, stream_rows(jobs, job, after, services.get(Drain)))
     if job.result_file:
-        return JobResultResponse(jobs, job)
+        return await respond_with_result(jobs, job)
     if job.error:
         body = serialize_error(job.error, job.error_code, job.request_id)
         return Response(body, job.status, media_type=JSON)

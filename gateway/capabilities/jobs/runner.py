@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from gateway.capabilities.jobs.batch_run import BatchRun
+from gateway.capabilities.jobs.batches import BatchRun
 from gateway.capabilities.jobs.errors import JobFileLost, JobNotTrusted, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import MAX_ERROR_CHARS, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
@@ -21,7 +21,7 @@ from gateway.capabilities.jobs.replay import (
     RequestReplay,
     find_delay_s,
 )
-from gateway.capabilities.jobs.service import Jobs
+from gateway.capabilities.jobs.service import Jobs, decode_headers
 from gateway.capabilities.jobs.store import JobCounts
 from gateway.errors import GatewayError, InternalError
 from gateway.process_exit import Drain
@@ -209,9 +209,7 @@ class JobRunner:
             await repeat_until_available(write, JobsUnavailable)
         except JobsFull:
             return job.postpone(now + NO_ROOM_PAUSE_S)
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
-        ]
+        headers = decode_headers(capture.headers)
         ended = job.finish(now, capture.status, headers, len(capture.body))
         reason = info.error_reason[:MAX_ERROR_CHARS]
         return replace(ended, error=reason, error_code=info.error_code)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
@@ -13,7 +12,6 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.capabilities.jobs.errors import (
-    JobBytesExceeded,
     JobFileLost,
     JobsFull,
     JobsUnavailable,
@@ -130,48 +128,8 @@ async def read_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncItera
         yield await read_piece(files, file, position, size_bytes)
 
 
-class ArrivingBody:
-    """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`.
-
-    At the end of its context the file is deleted, unless its job was kept.
-    """
-
-    def __init__(self, jobs: Jobs, file: str) -> None:
-        self._jobs = jobs
-        self.file = file
-        self.size_bytes = 0
-        self.hash = hashlib.sha256()
-        self.is_kept = False
-        self._may_exist = False
-
-    async def append(self, data: bytes) -> None:
-        """Append to the file, and create it. Raises `JobsFull`."""
-        jobs = self._jobs
-        self.size_bytes += len(data)
-        jobs.incoming_bytes += len(data)
-        if jobs.stored_bytes + jobs.incoming_bytes > jobs.settings.max_jobs_bytes:
-            raise JobBytesExceeded(jobs.settings.max_jobs_bytes)
-        self._may_exist = True
-        self.hash.update(data)
-        await jobs.store.files.append(self.file, data)
-
-    async def discard(self) -> None:
-        self.release()
-        if self._may_exist:
-            await self._jobs.store.files.delete(self.file)
-            self._may_exist = False
-
-    def release(self) -> None:
-        """Count the bytes no longer: they are in the store, or deleted."""
-        self._jobs.incoming_bytes -= self.size_bytes
-        self.size_bytes = 0
-
-    async def __aenter__(self) -> ArrivingBody:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if not self.is_kept:
-            await self.discard()
+def decode_headers(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in pairs)
 
 
 def find_owner(info: RequestInfo) -> str:

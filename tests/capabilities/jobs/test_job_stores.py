@@ -14,15 +14,18 @@ from urllib.parse import urlsplit
 
 import pytest
 from pydantic import SecretStr
+from starlette.requests import Request
 
-from gateway.capabilities.jobs.acceptance import add_job
+from gateway.callers import Caller, CallerKind
+from gateway.capabilities.jobs.acceptance import Submission
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.files import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.job import Job, JobState
-from gateway.capabilities.jobs.service import ArrivingBody, Jobs
+from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobQuery, JobStore
 from gateway.errors import MalformedRequest
+from gateway.telemetry.request_info import RequestInfo
 from tests.capabilities.jobs.stores import (
     MAX_UNFINISHED,
     Neighbour,
@@ -375,12 +378,12 @@ async def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(
     through = direct.jobs.replace(str(urlsplit(direct.jobs).port), str(port), 1)
     relayed = direct.model_copy(update={"jobs": through})
     async with server, opened(direct) as store, opened(relayed) as relayed_store:
-        await relayed_store.files.append(QUEUED.body_file, b"abc")
-        jobs = Jobs(relayed_store, relayed, 10)
-        with pytest.raises(JobsUnavailable):
-            await add_job(jobs, QUEUED, ArrivingBody(jobs, QUEUED.body_file))
-        assert await store.find(QUEUED.id) is not None
-        assert await store.files.read(QUEUED.body_file, 0, 10) == b"abc"
+        async with submit(Jobs(relayed_store, relayed, 10)) as body:
+            await body.append(b"abc")
+            with pytest.raises(JobsUnavailable):
+                await body.keep()
+        (job,) = await store.list_jobs(JobQuery(None))
+        assert await store.files.read(job.body_file, 0, 10) == b"abc"
 
 
 # Files.
@@ -410,26 +413,37 @@ async def jobs(tmp_path: Path) -> AsyncIterator[Jobs]:
         yield Jobs(store, settings, 100)
 
 
+def submit(jobs: Jobs) -> Submission:
+    info = RequestInfo("id", caller_name="10.0.0.7")
+    info.caller = Caller("", kind=CallerKind.anonymous)
+    scope: dict[str, Any] = {
+        "type": "http", "path": "/v1/models/m/infer", "raw_path": b"/v1/models/m/infer", "query_string": b"",
+        "headers": [], "client": None, "request_info": info, "path_params": {"model": "m"},
+    }  # fmt: skip
+    return Submission(jobs, Request(scope), 1000)
+
+
 async def test_bodies_that_arrive_count_at_the_limit_of_bytes(jobs: Jobs) -> None:
-    first, second = ArrivingBody(jobs, "a.body"), ArrivingBody(jobs, "b.body")
-    await first.append(bytes(60))
-    with pytest.raises(JobsFull, match="GATEWAY_MAX_JOBS_BYTES"):
-        await second.append(bytes(60))
-    await second.discard()
-    await first.append(bytes(40))
-    await first.discard()
+    async with submit(jobs) as first:
+        await first.append(bytes(60))
+        async with submit(jobs) as second:
+            with pytest.raises(JobsFull, match="GATEWAY_MAX_JOBS_BYTES"):
+                await second.append(bytes(60))
+        await first.append(bytes(40))
     assert jobs.incoming_bytes == 0
     # Those of a job count at once, and not only when all are counted again.
-    kept = ArrivingBody(jobs, QUEUED.body_file)
-    await kept.append(bytes(60))
-    await add_job(jobs, replace(QUEUED, body_bytes=60), kept)
-    with pytest.raises(JobsFull):
-        await ArrivingBody(jobs, "c.body").append(bytes(60))
+    async with submit(jobs) as kept:
+        await kept.append(bytes(60))
+        await kept.keep()
+    async with submit(jobs) as third:
+        with pytest.raises(JobsFull):
+            await third.append(bytes(60))
+    assert jobs.incoming_bytes == 0
 
 
 async def test_bodies_that_cannot_be_deleted_count_no_longer(jobs: Jobs, tmp_path: Path) -> None:
     async def receive() -> None:
-        async with ArrivingBody(jobs, "a.body") as body, ArrivingBody(jobs, "b.body") as other:
+        async with submit(jobs) as body, submit(jobs) as other:
             await body.append(bytes(10))
             await other.append(bytes(10))
             shutil.rmtree(tmp_path / "files")
@@ -439,13 +453,17 @@ async def test_bodies_that_cannot_be_deleted_count_no_longer(jobs: Jobs, tmp_pat
     with pytest.raises(JobsUnavailable):
         await receive()
     assert jobs.incoming_bytes == 0
-    async with ArrivingBody(jobs, "c.body"):
+    async with submit(jobs):
         """There is nothing to delete."""
 
 
-async def test_body_counts_no_longer_whatever_error_the_store_has(jobs: Jobs) -> None:
-    body = ArrivingBody(jobs, QUEUED.body_file)
-    await body.append(b"abc")
-    with pytest.raises(TypeError):
-        await add_job(jobs, replace(QUEUED, error="\ud800"), body)
+async def test_body_counts_no_longer_whatever_error_the_store_has(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    neighbour = SqliteNeighbour(tmp_path)
+    neighbour.execute("DROP TABLE entries")
+    async with submit(jobs) as body:
+        await body.append(b"abc")
+        with pytest.raises(JobsUnavailable):
+            await body.keep()
     assert jobs.incoming_bytes == 0

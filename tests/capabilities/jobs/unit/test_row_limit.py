@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.capabilities.jobs.batch_run import choose_row_limit
+from gateway.capabilities.jobs.batches import choose_row_limit
 from gateway.tensors.signature import Signature
 
 SINGLE = Signature("single", "1", {}, {})
