@@ -42,11 +42,9 @@ from gateway.media_types import (
     escape_line_separators,
 )
 from gateway.memory import MemoryCharge
-from gateway.services import Services
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.multipart import PartReader
-from gateway.tensors.signature import Signature
 
 BUFFER_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
@@ -63,8 +61,6 @@ MAX_LEAD: Final = 4
 MAX_HELD_BYTES: Final = 16 << 20
 REPORT_PERIOD_S: Final = 1.0
 MAX_UNREPORTED_BYTES: Final = 1 << 20
-# In Triton: one that is computed, and one that waits, so that there is always a next one.
-BATCHES_PER_INSTANCE: Final = 2
 # The end of a line in a JSON document is space between its tokens.
 LINE_END_TO_SPACE: Final = bytes.maketrans(b"\r\n", b"  ")
 
@@ -329,7 +325,10 @@ class BatchRun:
         await self._report()
 
     def _has_room(self, row: Row) -> bool:
-        limit = min(find_row_limit(self._replay.services, self._job.model), self._max_running)
+        admission = self._replay.services.admission
+        limit = min(admission.max_running_per_model, self._max_running)
+        if admission.is_in_foreground_use(self._job.model):
+            limit = 1  # nothing overtakes the rows that Triton has
         running = sum(not each.task.done() for each in self._pending)
         if running >= limit or len(self._pending) >= MAX_LEAD * limit:
             return False
@@ -378,39 +377,6 @@ class BatchRun:
             rows_per_second=rows / (time.monotonic() - self._started_at),
         )
         await self._report_progress(self._job)
-
-
-def find_row_limit(services: Services, model: str) -> int:
-    """Return how many rows of a batch may run now: as many as keep the model busy.
-
-    More would wait in Triton, where no other request could overtake them.
-    """
-    admission = services.admission
-    slots = admission.max_running_per_model
-    has_users = admission.is_in_foreground_use(model)
-    if has_users:
-        slots = max(slots - 1, 1)  # the next request of a user need not wait for one
-    find = services.signatures.find_or_start_reading
-    signature = find(model)
-    names = (signature.steps or {model}) if signature is not None else ()
-    stages = [stage for stage in map(find, names) if stage is not None]
-    if not stages or len(stages) < len(names):  # their configs are being read
-        return slots
-    replicas = max(sum(map(services.pool.accepts_requests, services.pool.replicas.values())), 1)
-    return min(slots, choose_row_limit(stages, replicas, has_users=has_users))
-
-
-def choose_row_limit(stages: Sequence[Signature], replicas: int, *, has_users: bool) -> int:
-    """Return how many rows keep these models busy. Beside users they leave one of several instances free."""
-    limits = []
-    shared_limits = []
-    for stage in stages:
-        batch_size = max(stage.max_batch_size, 1) if stage.has_dynamic_batching else 1
-        instances = stage.instances * replicas
-        limits.append(BATCHES_PER_INSTANCE * batch_size * instances)
-        if has_users and instances > 1:
-            shared_limits.append(batch_size * (instances - 1))
-    return min((max(limits), *shared_limits))
 
 
 def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:

@@ -28,6 +28,7 @@ MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
 BODY_WITHOUT_JOB_TTL_S: Final = 3600
 MAX_RENEWAL_S: Final = 5.0  # every worker has renewed its leases twice
+READ_COMMANDS: Final = ("ZRANGE", "ZRANK", "ZREVRANK", "ZCARD", "GET", "HGET", "STRLEN", "GETRANGE")
 SAFE_POLICY: Final = "noeviction"
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
 # `KEYS[1]` is the prefix of all keys. The hashes `documents`, `tokens`, `sizes` and `names`, and a sorted set
@@ -143,15 +144,11 @@ return redis.call('EXPIRE', key('file:' .. ARGV[1]), ARGV[4])
 class JobRedis(RedisConnection):
     """The Redis of the jobs. What it does here raises `JobsUnavailable` or `JobsFull`."""
 
-    async def read(self, command: str, key: str, *arguments: Any, decode: Callable[[Any], T]) -> T:
+    async def send(self, command: str, key: str, *arguments: Any, decode: Callable[[Any], T]) -> T:
+        action = READ_ACTION if command in READ_COMMANDS else WRITE_ACTION
         with describe_outage():
             command_line = (command, self.full_key(key), *arguments)
-            return await self.execute(READ_ACTION, *command_line, decode=decode)
-
-    async def write(self, command: str, key: str, *arguments: Any, decode: Callable[[Any], T]) -> T:
-        with describe_outage():
-            command_line = (command, self.full_key(key), *arguments)
-            return await self.execute(WRITE_ACTION, *command_line, decode=decode)
+            return await self.execute(action, *command_line, decode=decode)
 
     async def run(
         self, script: str, *arguments: Any, decode: Callable[[Any], T], action: str = WRITE_ACTION
@@ -177,12 +174,10 @@ class RedisTable:
                 )
             facts = await self._redis.execute(READ_ACTION, "INFO", "memory", decode=dict)
             if (policy := facts.get("maxmemory_policy", SAFE_POLICY)) != SAFE_POLICY:
-                log.warning(
-                    "the Redis of GATEWAY_JOBS may forget jobs when it is full: its maxmemory-policy is %s, "
-                    "not %s",
-                    policy,
-                    SAFE_POLICY,
+                text = (
+                    "the Redis of GATEWAY_JOBS may forget jobs: its maxmemory-policy is %s, not %s"
                 )
+                log.warning(text, policy, SAFE_POLICY)
 
     async def close(self) -> None:
         await self._redis.close()
@@ -209,22 +204,22 @@ class RedisTable:
             until = float(now_s)
         limits = (repr(until), "-inf") if is_reverse else ("-inf", repr(until))
         order = ("BYSCORE", *(("REV",) if is_reverse else ()), "LIMIT", first, count)
-        return await self._redis.read("ZRANGE", name, *limits, *order, decode=decode_texts)
+        return await self._redis.send("ZRANGE", name, *limits, *order, decode=decode_texts)
 
     async def find_rank(self, name: str, job_id: str, *, is_reverse: bool) -> int | None:
         command = "ZREVRANK" if is_reverse else "ZRANK"
-        return await self._redis.read(command, name, job_id, decode=decode_optional_number)
+        return await self._redis.send(command, name, job_id, decode=decode_optional_number)
 
     async def count(self, *names: str) -> Sequence[int]:
-        return [await self._redis.read("ZCARD", name, decode=int) for name in names]
+        return [await self._redis.send("ZCARD", name, decode=int) for name in names]
 
     async def measure(self) -> int:
-        return await self._redis.read("GET", "bytes", decode=decode_optional_number) or 0
+        return await self._redis.send("GET", "bytes", decode=decode_optional_number) or 0
 
     async def keep_name(self, name: str, value: str) -> str:
         if value:
-            await self._redis.write("HSETNX", "names", name, value, decode=bool)
-        return await self._redis.read("HGET", "names", name, decode=decode_text)
+            await self._redis.send("HSETNX", "names", name, value, decode=bool)
+        return await self._redis.send("HGET", "names", name, decode=decode_text)
 
 
 class RedisFiles:
@@ -242,7 +237,7 @@ class RedisFiles:
     async def append(self, file: str, data: bytes) -> None:
         is_body = file.endswith(BODY_SUFFIX)
         max_bytes = MAX_BODY_BYTES if is_body else MAX_RESULT_BYTES
-        length = await self._redis.read("STRLEN", name_file(file), decode=int)
+        length = await self._redis.send("STRLEN", name_file(file), decode=int)
         if length + len(data) > max_bytes:
             raise BodyTooLarge(max_bytes) if is_body else ResultTooLarge(max_bytes)
         # Unlike APPEND, this may be repeated on another connection.
@@ -250,7 +245,7 @@ class RedisFiles:
             arguments = (file, length, data, BODY_WITHOUT_JOB_TTL_S)
             await self._redis.run(WRITE_BODY, *arguments, decode=bool)
         else:
-            await self._redis.write("SETRANGE", name_file(file), length, data, decode=int)
+            await self._redis.send("SETRANGE", name_file(file), length, data, decode=int)
 
     async def write(self, file: str, data: bytes) -> None:
         await self.delete(file)
@@ -261,11 +256,11 @@ class RedisFiles:
 
     async def read(self, file: str, start: int, length: int) -> bytes:
         command = ("GETRANGE", name_file(file), start, start + length - 1)
-        return await self._redis.read(*command, decode=bytes)
+        return await self._redis.send(*command, decode=bytes)
 
     async def delete(self, *files: str) -> None:
         for file in files:
-            await self._redis.write("DEL", name_file(file), decode=bool)
+            await self._redis.send("DEL", name_file(file), decode=bool)
 
     async def list_old(self) -> Sequence[str]:
         return ()

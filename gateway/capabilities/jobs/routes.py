@@ -116,29 +116,28 @@ def render_time(when: float) -> str | None:
     return time.isoformat(timespec="milliseconds")
 
 
-def omit_none(document: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in document.items() if value is not None}
+def omit_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
-    document = {
-        "id": job.id,
-        "state": job.state.value,
-        "model": job.model,
-        "kind": job.kind.value,
-        "caller": job.caller,
-        "request_id": job.request_id,
-        "created": render_time(job.created_at),
-        "starts": job.starts,
-        "progress": describe_progress(job),
-        "position": position,
-        "started": render_time(job.started_at),
-        "ended": render_time(job.ended_at),
-        "status": job.status or None,
-        "error": {"code": job.error_code, "message": job.error} if job.error else None,
-        "callback": describe_callback(job) if job.callback_url else None,
-    }
-    return omit_none(document)
+    return omit_none(
+        id=job.id,
+        state=job.state.value,
+        model=job.model,
+        kind=job.kind.value,
+        caller=job.caller,
+        request_id=job.request_id,
+        created=render_time(job.created_at),
+        starts=job.starts,
+        progress=describe_progress(job),
+        position=position,
+        started=render_time(job.started_at),
+        ended=render_time(job.ended_at),
+        status=job.status or None,
+        error={"code": job.error_code, "message": job.error} if job.error else None,
+        callback=describe_callback(job) if job.callback_url else None,
+    )
 
 
 def describe_progress(job: Job) -> dict[str, Any]:
@@ -146,26 +145,24 @@ def describe_progress(job: Job) -> dict[str, Any]:
     end_at = 0.0
     if speed and job.state is JobState.running:
         end_at = time.time() + (job.total_rows - job.done_rows - job.failed_rows) / speed
-    document = {
-        "total": job.total_rows,
-        "done": job.done_rows,
-        "failed": job.failed_rows,
-        "rows_per_second": round(speed, 1) if speed else None,
-        "estimated_end": render_time(end_at),
-    }
-    return omit_none(document)
+    return omit_none(
+        total=job.total_rows,
+        done=job.done_rows,
+        failed=job.failed_rows,
+        rows_per_second=round(speed, 1) if speed else None,
+        estimated_end=render_time(end_at),
+    )
 
 
 def describe_callback(job: Job) -> dict[str, Any]:
     is_delivered = job.callback_outcome == DELIVERED
     state = DELIVERED if is_delivered else "due" if job.callback_due_at else "failed"
-    document = {
-        "state": state if job.has_ended else "waiting",
-        "attempts": job.callback_attempts,
-        "problem": None if is_delivered else job.callback_outcome or None,
-        "next_attempt": render_time(job.callback_due_at),
-    }
-    return omit_none(document)
+    return omit_none(
+        state=state if job.has_ended else "waiting",
+        attempts=job.callback_attempts,
+        problem=None if is_delivered else job.callback_outcome or None,
+        next_attempt=render_time(job.callback_due_at),
+    )
 
 
 async def respond_with_state(jobs: Jobs, job: Job) -> Response:

@@ -113,7 +113,7 @@ class JobRunner:
     async def _start_jobs(self, count: int) -> None:
         with suppress(JobsUnavailable, JobsFull):
             running = [each.job for each in self._running.values()]
-            for job in await self._store.claim(count, time.time(), running):
+            async for job in self._store.claim(count, time.time(), running):
                 if (job.id, job.token) in self._running:
                     continue  # a Redis that lost its last second has forgotten that it runs
                 task = asyncio.create_task(self._run(job))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from typing import Final, Protocol
 
@@ -273,8 +274,10 @@ class JobStore:
         rounds = [rank + (turn < own_turn) for turn in range(len(owners))]
         return sum(map(min, lengths, rounds))
 
-    async def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
-        """Return at most `count` jobs that this process runs from now on, each with a lease.
+    async def claim(
+        self, count: int, now: float, running: Collection[Job] = ()
+    ) -> AsyncIterator[Job]:
+        """Yield at most `count` jobs that this process runs from now on, each with a lease.
 
         They were queued and due. No caller gets more than a share of the places, with those of the `running`
         jobs. Jobs whose lease is over are queued again, or failed.
@@ -283,22 +286,17 @@ class JobStore:
         max_per_owner = ceil(MAX_SHARE_OF_PLACES * (count + len(running)))
         by_owner = Counter(job.owner for job in running)
         seen: set[str] = set()
-        started: list[Job] = []
-        try:
-            while len(started) < count:
-                full_owners = {owner for owner, jobs in by_owner.items() if jobs >= max_per_owner}
-                waiting = await self._find_next(now, full_owners, seen)
-                if waiting is None:
-                    break
-                seen.add(waiting.id)  # also if another process has just started it
-                job = waiting.start(now)
-                if await self.replace(job, waiting.token):
-                    by_owner[job.owner] += 1
-                    started.append(job)
-        except (JobsUnavailable, JobsFull):
-            if not started:  # those that are started must run
-                raise
-        return started
+        while count > 0:
+            full_owners = {owner for owner, jobs in by_owner.items() if jobs >= max_per_owner}
+            waiting = await self._find_next(now, full_owners, seen)
+            if waiting is None:
+                return
+            seen.add(waiting.id)  # also if another process has just started it
+            job = waiting.start(now)
+            if await self.replace(job, waiting.token):
+                by_owner[job.owner] += 1
+                count -= 1
+                yield job
 
     async def _find_next(self, now: float, full_owners: Set[str], seen: Set[str]) -> Job | None:
         for owner in await self._list_turns():
@@ -338,7 +336,7 @@ class JobStore:
     async def count_jobs(self) -> JobCounts:
         counts = await self._table.count(*(STATE + state.value for state in JobState))
         queued = STATE + JobState.queued.value
-        oldest = await self._select(queued, 1, lambda job: job.state is JobState.queued)
+        oldest = await self._select(queued, 1, partial(has_state, JobState.queued))
         by_state = dict(zip(JobState, counts, strict=True))
         size_bytes = await self._table.measure()
         return JobCounts(by_state, oldest[0].created_at if oldest else None, size_bytes)
@@ -346,13 +344,9 @@ class JobStore:
     async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
         """Return jobs that ended before `when`, and queued ones that were created before."""
         outdated: list[Job] = []
-        for state in JobState:
-            if state is not JobState.running:
-
-                def is_in_state(job: Job, state: JobState = state) -> bool:
-                    return job.state is state
-
-                outdated += await self._select(STATE + state.value, limit, is_in_state, until=when)
+        for state in set(JobState) - {JobState.running}:
+            name = STATE + state.value
+            outdated += await self._select(name, limit, partial(has_state, state), until=when)
         return outdated
 
     async def find_due_deliveries(
@@ -376,6 +370,10 @@ class JobStore:
 
 def name_key(owner: str, idempotency_key: str) -> str:
     return f"key:{owner}\n{idempotency_key}"
+
+
+def has_state(state: JobState, job: Job) -> bool:
+    return job.state is state
 
 
 def list_scores(job: Job) -> dict[str, float | None]:

@@ -153,7 +153,8 @@ async def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
 
         running: list[Job] = []
         for _ in range(2):  # of the places of a process, one caller gets no more than two thirds
-            running += await store.claim(6 - len(running), time.time(), running)
+            claims = store.claim(6 - len(running), time.time(), [*running])
+            running += [job async for job in claims]
         assert {job.id for job in running} == {job.id for job in everything}
         assert await store.renew(running) == []
         jobs = Jobs(store, neighbour.settings, 10)

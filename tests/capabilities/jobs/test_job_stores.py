@@ -75,7 +75,7 @@ async def redis_store(redis_neighbour: RedisNeighbour) -> AsyncIterator[JobStore
 
 
 async def claim(store: JobStore, count: int, running: Any = (), now: float = 0.0) -> list[Job]:
-    return list(await store.claim(count, now or time.time(), running))
+    return [job async for job in store.claim(count, now or time.time(), running)]
 
 
 async def finish(store: JobStore, job: Job, **values: Any) -> None:
@@ -320,7 +320,10 @@ async def test_jobs_that_were_started_run_though_redis_fails_then(
     await add(redis_store, "a1")
     await add(redis_store, "b1", callback_host="broken")
     redis_neighbour.client.set(f"{redis_neighbour.prefix}callbacks:broken", "no sorted set")
-    assert join_names(await claim(redis_store, 2)) == "a1"
+    claims = redis_store.claim(2, time.time())
+    assert join_names([await anext(claims)]) == "a1"
+    with pytest.raises(JobsUnavailable):
+        await anext(claims)
 
 
 async def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
