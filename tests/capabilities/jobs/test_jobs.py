@@ -262,6 +262,7 @@ def test_queue_its_limits_a_quota_and_a_revoked_key(
         "jobs_secret": JOBS_SECRET,
         "keys_file": str(keys),
         "max_running_jobs": "1",
+        "max_model_inflight": "1",
         "max_jobs_per_caller": "2",
         "max_jobs_bytes": "1000",
     }
@@ -269,7 +270,8 @@ def test_queue_its_limits_a_quota_and_a_revoked_key(
         load_models(client)
         blocking = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()
         wait_for_state(client, blocking["id"], "running")
-        waiting = submit(client).json()["id"]
+        # It is checked at once, although its model is busy.
+        waiting = submit(client, CANCELLABLE, json={"inputs": [0]}).json()["id"]
         last = submit(client, headers=bearer(BOTH)).json()["id"]
         admin = bearer(ADMIN)
         positions = [
