@@ -53,7 +53,11 @@ BUDGETS: Final = {
     "capabilities/uploads": Budget(2300),
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
-    "capabilities/jobs": Budget(2700),
+    "capabilities/jobs": Budget(
+        3883,
+        is_enforced=True,
+        reason="2,700 is the aim; what is left is features, such as bodies in Redis and callbacks",
+    ),
     "capabilities/identity": Budget(900),
     "capabilities/samples": Budget(
         430, is_enforced=True, reason="each kind of drop is counted, and gRPC has events as well"
