@@ -63,8 +63,10 @@ from gateway.telemetry.recording import Recorder
 from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
+from gateway.tensors.outputs import InferResult
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import Signature
+from gateway.triton.inference import InferRequest
 from gateway.triton.restricted_api import read_restricted_api
 
 T = TypeVar("T")
@@ -102,11 +104,18 @@ class ModelDescriber:
         return {}
 
 
+class Inference(Protocol):
+    """A place where inferences run."""
+
+    async def infer(self, request: InferRequest) -> InferResult: ...
+
+
 class InternalRequest(NamedTuple):
-    """The services and the caller of a request that the gateway sends to itself."""
+    """The services and the caller of a request that the gateway sends to itself, and where it runs."""
 
     services: Services
     caller: Caller
+    run: Inference | None = None  # None: on the fleet
 
 
 INTERNAL_REQUEST: Final = "internal_request"  # its key in the ASGI scope, which no client can set

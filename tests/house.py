@@ -59,7 +59,11 @@ BUDGETS: Final = {
     ),
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
-    "capabilities/jobs": Budget(2700),
+    "capabilities/jobs": Budget(
+        3883,
+        is_enforced=True,
+        reason="2,700 is the aim; what is left is features, such as bodies in Redis and callbacks",
+    ),
     "capabilities/identity": Budget(900),
     "capabilities/samples": Budget(380),
     "capabilities/openai": Budget(650),

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from gateway.callers import RIGHT_TO_INFER
 from gateway.capacity.admission import Slot
 from gateway.errors import (
+    GatewayError,
     InputMismatch,
     MalformedRequest,
     ModelNotReady,
@@ -33,7 +34,7 @@ from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
 from gateway.repository.resolver import ModelTarget, VersionChoice
-from gateway.services import Services
+from gateway.services import INTERNAL_REQUEST, Inference, Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
@@ -68,6 +69,24 @@ MAX_CONCURRENT_ROWS: Final = 16
 Recognize = Callable[[bytes, str, Signature], str]
 
 
+class DryRunPassed(GatewayError):
+    """The request has passed its checks, and the model would run now."""
+
+    status = 202
+    code = "ACCEPTED"
+
+
+class DryRun:
+    """The place where a request runs that is only checked: nothing runs, and no model is loaded."""
+
+    def __init__(self) -> None:
+        self.request: InferRequest | None = None  # None if the model must be loaded first
+
+    async def infer(self, request: InferRequest) -> InferResult:
+        self.request = request
+        raise DryRunPassed
+
+
 @dataclass(slots=True)
 class OpenedRequest:
     """A request to a model that its caller may use, before its body is received.
@@ -86,6 +105,7 @@ class OpenedRequest:
     step: SequenceStep | None
     # The decision of a label on the version.
     choice: VersionChoice | None
+    run: Inference  # on the fleet, or a dry run
 
 
 async def open_request(
@@ -116,9 +136,15 @@ async def open_request(
         target = target.with_sequence(step)
     if deadline is None:
         deadline = Deadline.after(timeout_s)
+    internal = request.scope.get(INTERNAL_REQUEST)
+    run = services.inference if internal is None or internal.run is None else internal.run
     pool = services.pool
     if pool.activator is not None and not pool.has_cached_candidates(target.model, target.version):
-        await services.activate_model(target.model, target.version, deadline.remaining_s)
+        if not isinstance(run, DryRun):
+            await services.activate_model(target.model, target.version, deadline.remaining_s)
+        elif pool.is_awaited(target.model):
+            services.record_model(scope["request_info"], target.model, target.version)
+            raise DryRunPassed
     signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:
         signature = await deadline.limit(read_signature(services.signatures, target, step))
@@ -128,7 +154,7 @@ async def open_request(
     charge = services.get_charge(info)
     choice = target.choice
     return OpenedRequest(
-        services, info, body, charge, signature, deadline, trace_headers, step, choice
+        services, info, body, charge, signature, deadline, trace_headers, step, choice, run
     )
 
 
@@ -192,7 +218,7 @@ async def admit(opened: OpenedRequest) -> Slot:
     Raises `AdmissionQueueFull` or `DeadlinePassed`.
     """
     slot = Slot(opened.services.admission, opened.signature.model, opened.info)
-    if not slot.try_acquire():
+    if not isinstance(opened.run, DryRun) and not slot.try_acquire():
         await slot.acquire(opened.deadline.remaining_s)
     return slot
 
@@ -257,7 +283,7 @@ async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest
     """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
     if request.inputs.exceeds(opened.signature.max_batch_size):
         await count_rows(opened, request.inputs.batch_size, len(request.inputs.items))
-    result = await opened.services.inference.infer(request)
+    result = await opened.run.infer(request)
     opened.charge.change_kind("response")
     opened.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
     if opened.choice is not None:

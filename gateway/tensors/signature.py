@@ -144,8 +144,6 @@ class Signature:
     description: str = ""
     steps: frozenset[str] = frozenset()  # the models of an ensemble
     priority: Priority | None = None  # requests of callers without a priority get it
-    instances: int = 1  # on one replica
-    has_dynamic_batching: bool = False  # Triton may compute several requests as one batch
 
     @cached_property
     def supports_batching(self) -> bool:
@@ -333,8 +331,6 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
         steps=find_ensemble_steps(config),
-        instances=count_instances(config),
-        has_dynamic_batching="dynamic_batching" in config,
         **read_hints(MODEL_HINTS, parameters),
     )
 
@@ -366,12 +362,6 @@ def build_tensor_spec(
         has_labels=bool(config.get("label_filename")),
         **read_hints(TENSOR_HINTS, parameters, name),
     )
-
-
-def count_instances(config: JsonObject) -> int:
-    """Return the instances of the model: the count of a group holds for each of its GPUs."""
-    groups = config.get("instance_group") or ()
-    return sum(group.get("count", 1) * max(len(group.get("gpus", ())), 1) for group in groups) or 1
 
 
 def find_ensemble_steps(config: Any) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Requests with `Prefer: respond-async`, and batches, which become jobs.
 
-A request is checked by its own handler, with services that stop it where the model would run. What the
-handler answers before, such as an error, is the answer. The body is written to disk meanwhile.
+A request is checked by a dry run of its own handler, while its body is written to disk. What the handler
+answers without the model, such as an error, is the answer.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Final
 
 import orjson
@@ -23,8 +21,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from gateway.capabilities.jobs.batches.rows import FormWriter, RowWriter
-from gateway.capabilities.jobs.errors import JobsUnavailable, KeyReused, TooManyWaiters
+from gateway.capabilities.jobs.batches import FormWriter, RowWriter
+from gateway.capabilities.jobs.errors import (
+    JobBytesExceeded,
+    JobsUnavailable,
+    KeyReused,
+    TooManyWaiters,
+)
 from gateway.capabilities.jobs.job import (
     BODY_SUFFIX,
     PATHS,
@@ -37,24 +40,20 @@ from gateway.capabilities.jobs.job import (
     parse_job,
 )
 from gateway.capabilities.jobs.replay import ResponseCapture
-from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
-from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
-from gateway.capacity.admission import AdmissionQueue
+from gateway.capabilities.jobs.routes import JOB_SCHEMA, describe_job, respond_with_result
+from gateway.capabilities.jobs.service import Jobs, decode_headers, find_owner
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest, UnsupportedBody
-from gateway.fleet.inference import InferenceService, ResultStream
 from gateway.headers import parse_content_type
 from gateway.inference.body import RequestBody
+from gateway.inference.pipeline import DryRun, DryRunPassed
 from gateway.media_types import JSON, MULTIPART, NDJSON
-from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer import choose_stream_format
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import STRING_SCHEMA, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
-from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import TRACEPARENT
-from gateway.tensors.outputs import InferResult
-from gateway.triton.inference import InferRequest
 
 PREFER: Final = b"prefer"
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
@@ -105,93 +104,76 @@ BATCH_OPENAPI: Final = {
 router = APIRouter(tags=["jobs"])
 
 
-class Accepted(GatewayError):
-    """The checks have passed, and the model would run now."""
+class Submission:
+    """A job while its request arrives.
 
-    status = 202
-    code = "ACCEPTED"
-
-
-class AcceptedUnloaded(Accepted):
-    """The model must be loaded first, so that the inferences of the request cannot be counted yet."""
-
-    code = "ACCEPTED_UNLOADED"
-
-
-class CheckedInference(InferenceService):
-    """Runs nothing."""
-
-    def __init__(self) -> None:
-        """It needs no replicas."""
-
-    async def infer(self, request: InferRequest) -> InferResult:
-        if request.target.sequence_step is not None:
-            raise MalformedRequest(
-                "a request of a sequence cannot be a job, because jobs have no order; send it without "
-                "Prefer: respond-async"
-            )
-        raise Accepted
-
-    async def stream(self, request: InferRequest) -> ResultStream:
-        raise MalformedRequest(
-            "a stream cannot be a job; send it without Prefer: respond-async, or accept another type"
-        )
-
-
-class CheckServices(Services):
-    """The services of a request that is checked, and not run."""
-
-    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
-        """Accept a request to a model that must be loaded first: the job will wait for it."""
-        activator = self.pool.activator
-        if activator is None or self.pool.is_served(model) or not activator.can_activate(model):
-            return timeout_s
-        if (info := current_request_info.get()) is not None:
-            self.record_model(info, model, version)
-        raise AcceptedUnloaded
-
-
-def create_check_services(services: Services) -> CheckServices:
-    values = {each.name: getattr(services, each.name) for each in fields(services)}
-    # It admits everything, because the model does not run.
-    admission = AdmissionQueue(sys.maxsize, sys.maxsize, 0, services.metrics)
-    values |= {"inference": CheckedInference(), "admission": admission}
-    checking = CheckServices(**values)
-    vars(checking)["large_body_turn"] = services.large_body_turn  # all checks share it
-    return checking
-
-
-class StoredBody:
-    """The body of a request, written to a file while a handler receives it; without a file, only counted."""
+    The body is written to the file of the job, or with `is_batch` only what is appended. Its bytes count at
+    `GATEWAY_MAX_JOBS_BYTES`. At the end of its context the file is deleted, unless the job was kept.
+    Raises `SubjectRequired`, `MalformedRequest` or `CallbackNotAllowed`.
+    """
 
     def __init__(
-        self, scope: Scope, receive: Receive, max_bytes: int, file: ArrivingBody | None = None
+        self, jobs: Jobs, request: Request, max_bytes: int, *, is_batch: bool = False
     ) -> None:
-        self._file = file
-        self._receive = receive
+        scope = request.scope
+        self._jobs = jobs
+        self._scope = scope
+        self._receive = request.receive
         self._max_bytes = max_bytes
+        self._stores_received = not is_batch
+        self.id = create_job_id()
+        self._file = f"{self.id}{BODY_SUFFIX}"
+        self._is_kept = False
         self._is_complete = False
+        self._received_bytes = 0
         self._size_bytes = 0
+        self._hash = hashlib.sha256()
         headers = (join_header_values(scope, name) for name in DISTINCTIVE_HEADERS)
         head = (scope["raw_path"], scope["query_string"], *headers)
-        self._hash = hashlib.sha256(b"\0".join(head) + b"\0")
+        # Of all that makes the request the same as another one.
+        self._request_hash = hashlib.sha256(b"\0".join(head) + b"\0")
+        self._owner = find_owner(scope["request_info"])
+        self._callback_url = join_header_values(scope, CALLBACK_URL).decode("latin-1")
+        self._callback_host = ""
+        if self._callback_url:
+            self._callback_host = jobs.callback_urls.check_url(self._callback_url).authority
+        self._key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
+        if len(self._key) > MAX_KEY_CHARS:
+            raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
 
     @property
-    def digest(self) -> str:
-        """Return a digest of all that makes the request the same as another one."""
-        return self._hash.hexdigest()
+    def is_unknown(self) -> bool:
+        """Return whether only its response tells the ID of the job."""
+        return not (self._key or self._callback_url)
+
+    async def find_known(self) -> Job | None:
+        """Return the job that has the idempotency key of the request. Raises `KeyReused`.
+
+        Of requests that arrive at the same time, the store keeps one.
+        """
+        known = await self._jobs.store.find_by_key(self._owner, self._key) if self._key else None
+        if known is None or not self._jobs.trust.is_signed(known):
+            return None
+        self._stores_received = False
+        await self.receive_rest()
+        self._check_digest(known)
+        return known
+
+    def _check_digest(self, known: Job) -> None:
+        if known.request_digest != self._request_hash.hexdigest():
+            raise KeyReused
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             data = message.get("body", b"")
             self._is_complete = not message.get("more_body", False)
-            self._hash.update(data)
-            self._size_bytes += len(data)
-            if self._size_bytes > self._max_bytes:
+            self._request_hash.update(data)
+            self._received_bytes += len(data)
+            if self._received_bytes > self._max_bytes:
                 raise BodyTooLarge(self._max_bytes)
-            if data and self._file is not None:
-                await self._file.append(data)
+            if data and self._stores_received:
+                await self.append(data)
         return message
 
     async def receive_rest(self) -> None:
@@ -201,17 +183,107 @@ class StoredBody:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
 
+    async def append(self, data: bytes) -> None:
+        """Append to the file, and create it. Raises `JobsFull`."""
+        jobs = self._jobs
+        self._size_bytes += len(data)
+        jobs.incoming_bytes += len(data)
+        if jobs.stored_bytes + jobs.incoming_bytes > jobs.settings.max_jobs_bytes:
+            raise JobBytesExceeded(jobs.settings.max_jobs_bytes)
+        self._hash.update(data)
+        await jobs.store.files.append(self._file, data)
+
+    async def keep(self, **values: Any) -> Job:
+        """Keep the job, whose body is complete; return it, or the one that has its idempotency key.
+
+        Raises `MalformedRequest`, `KeyReused`, `JobNotTrusted`, `TooManyJobs` or `JobsFull`.
+        """
+        jobs = self._jobs
+        job = replace(self._build_job(), **values)
+        try:
+            parse_job(job.id.encode(), encode_job(job))
+        except BadJob as exc:
+            raise MalformedRequest(f"the request cannot be a job: {exc}") from None
+        # A client that disconnects now cannot separate a job from its body.
+        self._is_kept = True
+        kept = await asyncio.shield(jobs.tasks.start(self._add(jobs.trust.sign(job))))
+        jobs.changes.notify()
+        jobs.trust.check(kept)
+        self._check_digest(kept)
+        return kept
+
+    async def _add(self, job: Job) -> Job:
+        jobs = self._jobs
+        try:
+            if job.body_bytes:
+                await jobs.store.files.flush(self._file)
+            kept = await jobs.store.add(job, jobs.settings.max_jobs_per_caller)
+        except JobsUnavailable:
+            raise  # the job may be kept: Redis answered too late
+        except GatewayError:
+            await self._discard()
+            raise
+        finally:
+            jobs.incoming_bytes -= self._size_bytes
+            self._size_bytes = 0
+        if kept is job:
+            jobs.stored_bytes += job.body_bytes
+        else:
+            await self._discard()
+        return kept
+
+    def _build_job(self) -> Job:
+        scope = self._scope
+        info: RequestInfo = scope["request_info"]
+        names = {name.encode() for name in REQUEST_HEADERS}
+        if not self._stores_received:  # the rows of a batch are decompressed
+            names.remove(b"content-encoding")
+        headers = [pair for pair in scope["headers"] if pair[0] in names]
+        if info.trace is not None:  # the job belongs to the trace of its request
+            others = (pair for pair in headers if pair[0] != TRACEPARENT)
+            headers = [*others, (TRACEPARENT, info.trace.traceparent.encode())]
+        client = scope["client"]
+        return Job(
+            self.id,
+            self._owner,
+            # A model that no replica has loaded is not in the info.
+            info.model or scope["path_params"].get("model", ""),
+            path=scope["path"],
+            query=scope["query_string"].decode("latin-1"),
+            headers=decode_headers(headers),
+            client=client[0] if client else "",
+            request_id=info.request_id,
+            caller_id=info.caller.id,
+            caller=info.caller.name,
+            subject=info.subject,
+            created_at=time.time(),
+            body_bytes=self._size_bytes,
+            body_digest=self._hash.hexdigest(),
+            request_digest=self._request_hash.hexdigest(),
+            idempotency_key=self._key,
+            callback_url=self._callback_url,
+            callback_host=self._callback_host,
+        )
+
+    async def _discard(self) -> None:
+        self._jobs.incoming_bytes -= self._size_bytes
+        self._size_bytes = 0
+        await self._jobs.store.files.delete(self._file)
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._size_bytes and not self._is_kept:
+            await self._discard()
+
 
 class JobAcceptance:
     """The deferral of requests with `Prefer: respond-async`."""
 
     def matches(self, scope: Scope) -> bool:
-        return (
-            scope["method"] == "POST"
-            and RESPOND_ASYNC.search(join_header_values(scope, PREFER).decode("latin-1"))
-            is not None
-            and PATHS.fullmatch(scope["path"]) is not None
-        )
+        is_path = scope["method"] == "POST" and PATHS.fullmatch(scope["path"]) is not None
+        return is_path and RESPOND_ASYNC.search(find_preferences(scope)) is not None
 
     def describe(self, document: dict[str, Any]) -> None:
         for path, operations in document["paths"].items():
@@ -224,54 +296,28 @@ class JobAcceptance:
         scope = request.scope
         services.get(GatewayMiddleware).choose_error_serializer(scope)
         jobs = services.get(Jobs)
-        accept = partial(self._accept, jobs, services, scope, request.receive)
-        return await accept_once(jobs, request, accept, jobs.max_body_bytes)
-
-    async def _accept(
-        self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
-    ) -> Response:
-        job_id = create_job_id()
-        callback = find_callback(jobs, scope)
-        async with ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file:
-            body = StoredBody(scope, receive, jobs.max_body_bytes, file)
-            checked = await check_request(services, scope, body.receive)
-            if checked.status != Accepted.status:
-                return checked.build_response()
-            await body.receive_rest()
-            job = build_job(job_id, scope, body.digest, file, idempotency_key=key, **callback)
-            is_rate_counted = checked.error_code != AcceptedUnloaded.code
-            kept = await keep_job(jobs, replace(job, is_rate_counted=is_rate_counted), file)
-        wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
-        if wait is not None and kept.id == job_id:
+        submission = Submission(jobs, request, jobs.max_body_bytes)
+        if (known := await submission.find_known()) is not None:
+            return respond_with_job(known)
+        if scope["path"].endswith("/infer"):
+            check_accept(scope, "job; send it without Prefer: respond-async")
+        dry_run = DryRun()
+        async with submission:
+            answer = await check_request(services, scope, submission.receive, dry_run)
+            if answer is not None:
+                return answer
+            await submission.receive_rest()
+            # The inferences of a request cannot be counted before its model is loaded.
+            kept = await submission.keep(is_rate_counted=dry_run.request is not None)
+        wait = WAIT.search(find_preferences(scope))
+        if wait is not None and kept.id == submission.id:
             # The body is in its file: it needs no memory while the client waits.
             services.get_charge(scope["request_info"]).release()
             with suppress(TooManyWaiters), jobs.wait_as(kept.owner):
                 kept = await jobs.wait_until_ended(kept, min(int(wait[1]), MAX_WAIT_S)) or kept
             if kept.result_file and jobs.trust.is_signed(kept):
-                is_unknown = not (key or callback)  # nobody knows its ID
-                return JobResultResponse(jobs, kept, deletes_job=is_unknown)
+                return await respond_with_result(jobs, kept, deletes_job=submission.is_unknown)
         return respond_with_job(kept)
-
-
-async def accept_once(
-    jobs: Jobs, request: Request, accept: Callable[[str], Awaitable[Response]], max_bytes: int
-) -> Response:
-    """Return the answer of `accept`, or the job that has the idempotency key of the request.
-
-    Of requests that arrive at the same time, the store keeps one. Raises `SubjectRequired`.
-    """
-    scope = request.scope
-    owner = find_owner(scope["request_info"])
-    key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
-    if len(key) > MAX_KEY_CHARS:
-        raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
-    known = await jobs.store.find_by_key(owner, key) if key else None
-    if known is None or not jobs.trust.is_signed(known):
-        return await accept(key)
-    body = StoredBody(scope, request.receive, max_bytes)
-    await body.receive_rest()
-    check_digest(known, body.digest)
-    return respond_with_job(known)
 
 
 @router.post(
@@ -289,29 +335,20 @@ async def create_batch(request: Request, services: ServicesForInference, model: 
     if not services.pool.is_awaited(model):  # it cannot be loaded later
         await services.signatures.get_signature(model, "")
     jobs = services.get(Jobs)
-    accept = partial(accept_batch, jobs, request, model, services.get_charge(info))
-    return await accept_once(jobs, request, accept, jobs.settings.max_batch_bytes)
-
-
-async def accept_batch(
-    jobs: Jobs, request: Request, model: str, charge: MemoryCharge, key: str
-) -> Response:
-    scope = request.scope
-    if choose_stream_format(request.headers.get("accept", "")) is not None:
-        raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
-    callback = find_callback(jobs, scope)
     max_bytes = jobs.settings.max_batch_bytes
-    received = StoredBody(scope, request.receive, max_bytes)
-    body = RequestBody(scope, received.receive)
+    submission = Submission(jobs, request, max_bytes, is_batch=True)
+    if (known := await submission.find_known()) is not None:
+        return respond_with_job(known)
+    check_accept(request.scope, "row of a batch; send it alone")
+    body = RequestBody(request.scope, submission.receive)
     media_type, _ = parse_content_type(body.content_type)
     if media_type not in BATCH_TYPES:
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
-    job_id = create_job_id()
-    limits = (jobs.settings.max_batch_rows, charge)
-    async with ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file:
-        writer = RowWriter(file, *limits)
-        if media_type == MULTIPART:
-            writer = FormWriter(file, *limits, body.content_type)
+    limits = (jobs.settings.max_batch_rows, services.get_charge(info))
+    writer = RowWriter(submission.append, *limits)
+    if media_type == MULTIPART:
+        writer = FormWriter(submission.append, *limits, body.content_type)
+    async with submission:
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
@@ -319,118 +356,48 @@ async def accept_batch(
             raise MalformedRequest(
                 "the batch has no rows; send one document per line, or files in a form"
             )
-        job = build_job(job_id, scope, received.digest, file, idempotency_key=key, **callback)
-        job = replace(
-            job,
-            kind=JobKind.batch,
-            model=model,
-            path=f"/v1/models/{model}/infer",
-            headers=tuple(pair for pair in job.headers if pair[0] != "content-encoding"),
-            total_rows=writer.rows,
-        )
-        return respond_with_job(await keep_job(jobs, job, file))
+        kind = {"kind": JobKind.batch, "path": f"/v1/models/{model}/infer"}
+        kept = await submission.keep(model=model, total_rows=writer.rows, **kind)
+    return respond_with_job(kept)
 
 
-async def keep_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
-    """Keep a job whose body is complete; return it, or the one that has its idempotency key.
+async def check_request(
+    services: Services, scope: Scope, receive: Receive, dry_run: DryRun
+) -> Response | None:
+    """Return what the request's handler answers without the model; None if the model would run.
 
-    Raises `KeyReused`, `JobNotTrusted`, `TooManyJobs` or `JobsFull`.
+    Raises `MalformedRequest` for a request that cannot be a job.
     """
-    try:
-        parse_job(job.id.encode(), encode_job(job))
-    except BadJob as exc:
-        raise MalformedRequest(f"the request cannot be a job: {exc}") from None
-    job = jobs.trust.sign(job)
-    file.is_kept = True
-    # A client that disconnects now cannot separate a job from its body.
-    kept = await asyncio.shield(jobs.tasks.start(add_job(jobs, job, file)))
-    jobs.changes.notify()
-    jobs.trust.check(kept)
-    check_digest(kept, job.request_digest)
-    return kept
-
-
-async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
-    try:
-        if job.body_bytes:
-            await jobs.store.files.flush(file.file)
-        kept = await jobs.store.add(job, jobs.limits)
-    except JobsUnavailable:
-        raise  # the job may be kept: Redis answered too late
-    except GatewayError:
-        await file.discard()
-        raise
-    finally:
-        file.release()
-    if kept is not job:
-        await file.discard()
-    return kept
-
-
-def check_digest(job: Job, digest: str) -> None:
-    """Raises `KeyReused` if the job was made by another request."""
-    if job.request_digest != digest:
-        raise KeyReused
-
-
-async def check_request(services: Services, scope: Scope, receive: Receive) -> ResponseCapture:
-    """Return the answer of the request's handler, which is `Accepted` where it would run the model."""
     info: RequestInfo = scope["request_info"]
-    internal = InternalRequest(create_check_services(services), info.caller)
     capture = ResponseCapture()
-    inner = {**scope, INTERNAL_REQUEST: internal}
+    inner = {**scope, INTERNAL_REQUEST: InternalRequest(services, info.caller, dry_run)}
     await services.get(GatewayMiddleware).framework(inner, receive, capture.send)
     info.route = getattr(inner.get("route"), "path", "")
     scope["path_params"] = inner.get("path_params", {})
-    if capture.status == Accepted.status:
-        capture.error_code = info.error_code
-        info.error_code = info.error_reason = ""
-    return capture
+    if capture.status != DryRunPassed.status:
+        return capture.build_response()
+    info.error_code = info.error_reason = ""
+    if dry_run.request is not None and dry_run.request.target.sequence_step is not None:
+        raise MalformedRequest(
+            "a request of a sequence cannot be a job, because jobs have no order; send it without "
+            "Prefer: respond-async"
+        )
+    return None
 
 
 def respond_with_job(job: Job) -> Response:
     headers = {"Location": f"/v1/jobs/{job.id}", "Preference-Applied": "respond-async"}
-    return Response(orjson.dumps(describe_job(job)), Accepted.status, headers, JSON)
+    return Response(orjson.dumps(describe_job(job)), DryRunPassed.status, headers, JSON)
 
 
-def build_job(
-    job_id: str, scope: Scope, request_digest: str, body: ArrivingBody, **values: Any
-) -> Job:
-    """Return a job that sends the request of a scope."""
-    info: RequestInfo = scope["request_info"]
-    headers = [pair for pair in scope["headers"] if pair[0].decode("latin-1") in REQUEST_HEADERS]
-    if info.trace is not None:  # the job belongs to the trace of its request
-        others = (pair for pair in headers if pair[0] != TRACEPARENT)
-        headers = [*others, (TRACEPARENT, info.trace.traceparent.encode())]
-    client = scope["client"]
-    return Job(
-        job_id,
-        find_owner(info),
-        # A model that no replica has loaded is not in the info.
-        info.model or scope["path_params"].get("model", ""),
-        path=scope["path"],
-        query=scope["query_string"].decode("latin-1"),
-        headers=tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers),
-        client=client[0] if client else "",
-        request_id=info.request_id,
-        caller_id=info.caller.id,
-        caller=info.caller.name,
-        subject=info.subject,
-        created_at=time.time(),
-        body_bytes=body.size_bytes,
-        body_digest=body.hash.hexdigest(),
-        request_digest=request_digest,
-        **values,
-    )
+def check_accept(scope: Scope, place: str) -> None:
+    """Raises `MalformedRequest` if the client prefers a stream."""
+    if choose_stream_format(join_header_values(scope, b"accept").decode("latin-1")) is not None:
+        raise MalformedRequest(f"a stream cannot be a {place}, or accept another type")
 
 
-def find_callback(jobs: Jobs, scope: Scope) -> dict[str, Any]:
-    """Return the fields of the job's callback. Raises `CallbackNotAllowed` or `MalformedRequest`."""
-    text = join_header_values(scope, CALLBACK_URL).decode("latin-1")
-    if not text:
-        return {}
-    url = jobs.callback_urls.check_url(text)
-    return {"callback_url": text, "callback_host": url.authority}
+def find_preferences(scope: Scope) -> str:
+    return join_header_values(scope, PREFER).decode("latin-1")
 
 
 def join_header_values(scope: Scope, wanted: bytes) -> bytes:

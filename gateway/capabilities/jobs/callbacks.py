@@ -25,14 +25,12 @@ import orjson
 from fastapi import APIRouter, Response
 
 from gateway import __version__
-from gateway.access.keys import KeysFile
 from gateway.capabilities.jobs.callback_urls import CallbackNotAllowed, CallbackUrl, CallbackUrls
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import DELIVERED, Job
 from gateway.capabilities.jobs.routes import describe_job
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import split_secrets
-from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON
 from gateway.messages import format_utc_time
@@ -126,38 +124,16 @@ class CallbackClient:
             return judge_response(response)
 
 
-class CallbackSecrets:
-    """The secrets that sign callbacks: those of the caller's key or rule, or else the gateway's.
-
-    The gateway's are those of the settings, or one that is kept with the jobs.
-    """
-
-    def __init__(self, own: Sequence[str], store: JobStore, keys_file: KeysFile | None) -> None:
-        self._own = own
-        self._store = store
-        self._keys_file = keys_file
-
-    async def read_own(self) -> Sequence[str]:
-        """Return the gateway's secrets. Raises `JobsUnavailable` or `JobsFull`."""
-        if not self._own:
-            self._own = (await self._store.keep_secret("callback", generate_secret()),)
-        return self._own
-
-    async def find(self, caller: str) -> Sequence[str]:
-        callers = [] if self._keys_file is None else self._keys_file.value.list_callers()
-        secrets = (each.callback_secrets for each in callers if each.name == caller)
-        return next(secrets, ()) or await self.read_own()
-
-
 class CallbackSender:
     """Sends the callbacks that are due, a few at a time to each host."""
 
     def __init__(self, jobs: Jobs, services: Services) -> None:
+        self._jobs = jobs
+        self._keys_file = services.access.keys_file
         self._store = jobs.store
         self._trust = jobs.trust
         self._allowed = jobs.callback_urls
         self._hosts = self._allowed.list_authorities()
-        self._secrets = services.get(CallbackSecrets)
         self._running_by_host: Counter[str] = Counter()
         self._tasks = TaskSet()
         self._attempt_ended = ChangeSignal()
@@ -195,7 +171,7 @@ class CallbackSender:
     async def _deliver(self, host: str, job: Job) -> None:
         try:
             body = self._encode_event(job)
-            signature = build_headers(await self._secrets.find(job.caller), job.id, body)
+            signature = build_headers(await self._find_secrets(job.caller), job.id, body)
             result = await self._client.send(job, signature, body)
             attempted = record_attempt(job, result, time.time())
             with suppress(JobsUnavailable, JobsFull):  # it is sent again
@@ -204,6 +180,12 @@ class CallbackSender:
         finally:
             self._running_by_host[host] -= 1
             self._attempt_ended.notify()
+
+    async def _find_secrets(self, caller: str) -> Sequence[str]:
+        """Return the secrets of the caller's key or rule, or else the gateway's."""
+        callers = [] if self._keys_file is None else self._keys_file.value.list_callers()
+        secrets = (each.callback_secrets for each in callers if each.name == caller)
+        return next(secrets, ()) or await read_own_secrets(self._jobs)
 
     def _encode_event(self, job: Job) -> bytes:
         """Return the body of a callback, which is the same in every attempt."""
@@ -231,12 +213,19 @@ class CallbackSender:
 
 
 async def open_callbacks(jobs: Jobs, services: Services, stack: AsyncExitStack) -> None:
-    """Provide the secrets of callbacks, and send them from now on if the settings allow any."""
-    secrets = split_secrets(jobs.settings.callback_secret)
-    services.provide(CallbackSecrets(secrets, jobs.store, services.access.keys_file))
+    """Send callbacks from now on, if the settings allow any."""
     sender = CallbackSender(jobs, services)
     if jobs.settings.callback_urls:
         await stack.enter_async_context(sender)
+
+
+async def read_own_secrets(jobs: Jobs) -> Sequence[str]:
+    """Return the secrets of the settings, or one that is kept with the jobs.
+
+    Raises `JobsUnavailable` or `JobsFull`.
+    """
+    secrets = split_secrets(jobs.settings.callback_secret)
+    return secrets or [await jobs.store.keep_name("secret:callback", generate_secret())]
 
 
 def record_attempt(job: Job, result: AttemptResult, now: float) -> Job:
@@ -287,5 +276,5 @@ def parse_retry_delay(value: str) -> float:
 )
 async def get_callback_secret(services: ServicesForAdministration) -> Response:
     """Return the secrets of callbacks of keys without their own."""
-    document = {"secrets": await services.get(CallbackSecrets).read_own()}
+    document = {"secrets": await read_own_secrets(services.get(Jobs))}
     return Response(orjson.dumps(document), headers={"Cache-Control": "no-store"}, media_type=JSON)

@@ -13,7 +13,7 @@ import logging
 import os
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
@@ -22,7 +22,8 @@ from gateway.config.settings import Settings
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
-    from gateway.capabilities.jobs.storage.store import JobStore
+    from gateway.capabilities.jobs.redis import RedisTable
+    from gateway.capabilities.jobs.store import JobStore
     from gateway.services import Services
 
 
@@ -59,28 +60,41 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 
 
 def create_store(settings: JobSettings) -> JobStore:
-    if not settings.jobs.startswith(SQLITE):
-        from gateway.capabilities.jobs.storage.redis_store import RedisJobStore
-        from gateway.repository.state.interface import BadState
-        from gateway.repository.state.redis import parse_redis_url
+    from gateway.capabilities.jobs.files import FILE_THREADS, BlockingCalls, FolderFiles
+    from gateway.capabilities.jobs.store import JobStore
 
-        password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""
-        parsed = None
-        with suppress(ValueError):  # the port is invalid
-            url = urlsplit(settings.jobs)
-            parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
-        if parsed is None:
-            raise CommandError("GATEWAY_JOBS is not a valid redis:// URL")
-        try:
-            return RedisJobStore(*parsed, settings.job_lease_s, settings.jobs_folder)
-        except BadState:
-            raise CommandError(
-                "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
-            ) from None
-    from gateway.capabilities.jobs.storage.sqlite_store import SqliteJobStore
+    lease_s = settings.job_lease_s
+    folder = settings.jobs_folder
+    if settings.jobs.startswith(SQLITE):
+        from gateway.capabilities.jobs.sqlite import SqliteTable
 
-    store = SqliteJobStore(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
-    return cast("JobStore", store)
+        place = Path(settings.jobs.removeprefix(SQLITE))
+        folder = place / "files"
+        table: Any = BlockingCalls(SqliteTable(place, lease_s))
+    else:
+        table = create_redis_table(settings)
+    files: Any = table.files if folder is None else BlockingCalls(FolderFiles(folder), FILE_THREADS)
+    return JobStore(table, files, lease_s)
+
+
+def create_redis_table(settings: JobSettings) -> RedisTable:
+    from gateway.capabilities.jobs.redis import RedisTable
+    from gateway.repository.state.interface import BadState
+    from gateway.repository.state.redis import parse_redis_url
+
+    password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""
+    parsed = None
+    with suppress(ValueError):  # the port is invalid
+        url = urlsplit(settings.jobs)
+        parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
+    if parsed is None:
+        raise CommandError("GATEWAY_JOBS is not a valid redis:// URL")
+    try:
+        return RedisTable(*parsed, settings.job_lease_s)
+    except BadState:
+        raise CommandError(
+            "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
+        ) from None
 
 
 def prepare_jobs(plan: LaunchPlan) -> None:

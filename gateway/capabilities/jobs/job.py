@@ -161,7 +161,7 @@ class Job:
     def files(self) -> Sequence[str]:
         """Return the names of all files that the job can have, also of workers that ended."""
         tokens = range(max(self.token - MAX_RESULT_FILES, 0), self.token + 1)
-        return [self.body_file, *map(self._name_result, tokens)]
+        return [self.body_file, *map(self._name_result, {self.result_token, *tokens})]
 
     def _name_result(self, token: int) -> str:
         return f"{self.id}.{token}.result"
@@ -225,6 +225,9 @@ class Job:
 
     def expire(self, now: float) -> Job:
         return self._end(now, JobState.expired)
+
+    def postpone_callback(self, due_at: float) -> Job:
+        return self._change(callback_due_at=due_at)
 
     def _end(self, now: float, state: JobState, **values: Any) -> Job:
         due_at = now if self.callback_url else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -16,16 +16,15 @@ from starlette.types import Message, Receive
 from gateway.access.auth import check_key_period
 from gateway.access.keys import find_end
 from gateway.callers import Caller, Priority
-from gateway.capabilities.jobs.errors import JobFileLost, JobNotTrusted
+from gateway.capabilities.jobs.errors import JobNotTrusted
 from gateway.capabilities.jobs.job import Job, JobKind
-from gateway.capabilities.jobs.storage.store import JobFiles
-from gateway.errors import Unauthenticated
+from gateway.capabilities.jobs.service import read_piece, read_pieces
+from gateway.capabilities.jobs.store import JobFiles
+from gateway.errors import GatewayError, Unauthenticated
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo
 
-# Bodies and results are read from the store in pieces of this size.
-READ_BYTES: Final = 1 << 20
 # The fleet cannot run it now: over a limit, or not ready.
 BUSY_STATUSES: Final = (429, 503)
 MAX_POSTPONE_S: Final = 30.0
@@ -34,6 +33,8 @@ NO_ROOM_PAUSE_S: Final = 10.0
 COMMON_HEADERS: Final = frozenset(
     (b"x-request-id", b"x-content-type-options", b"content-security-policy", b"content-length")
 )
+# Returns the next piece of a body, whose position it gets.
+ReadPiece = Callable[[int], Awaitable[bytes]]
 
 
 class ResponseCapture:
@@ -41,9 +42,8 @@ class ResponseCapture:
 
     def __init__(self) -> None:
         self.status = 0
-        self.error_code = ""
         self.headers: list[tuple[bytes, bytes]] = []
-        self.chunks: list[bytes] = []
+        self.body = b""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -51,11 +51,7 @@ class ResponseCapture:
             headers = message.get("headers", ())
             self.headers = [pair for pair in headers if pair[0] not in COMMON_HEADERS]
         elif body := message.get("body", b""):
-            self.chunks.append(body)
-
-    @property
-    def body(self) -> bytes:
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+            self.body = self.body + body if self.body else body
 
     def build_response(self) -> Response:
         response = Response(self.body, self.status)
@@ -64,42 +60,41 @@ class ResponseCapture:
         return response
 
 
-async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) -> bytes:
-    """Return the next piece of a file. Raises `JobFileLost` if it ends before its size."""
-    length = min(size_bytes - start, READ_BYTES)
-    piece = await files.read(file, start, length) if length else b""
-    if len(piece) < length:
-        raise JobFileLost
-    return piece
+class BodyReader:
+    """Reads the body of a job, and compares it with the one that was sent."""
 
-
-async def read_all_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
-    """Yield the pieces of a file; of one that is empty, an empty one. Raises `JobFileLost`."""
-    for position in range(0, size_bytes or 1, READ_BYTES):
-        yield await read_piece(files, file, position, size_bytes)
-
-
-class BodyCheck:
-    """Compares a body that is read in pieces with the one that was sent."""
-
-    def __init__(self, job: Job) -> None:
+    def __init__(self, files: JobFiles, job: Job) -> None:
+        self._files = files
         self._job = job
         self._hash = hashlib.sha256()
         self._missing_bytes = job.body_bytes
+        self.failure: GatewayError | None = None
 
-    def add(self, piece: bytes) -> None:
-        """Raises `JobNotTrusted` with the last piece of another body."""
+    async def check(self) -> None:
+        """Read the whole body. Raises `JobNotTrusted` or `JobFileLost`."""
+        async for piece in read_pieces(self._files, self._job.body_file, self._job.body_bytes):
+            self._add(piece)
+
+    async def read(self, position: int) -> bytes:
+        """Return the next piece; what it raises is kept, because the application answers it."""
+        job = self._job
+        try:
+            piece = await read_piece(self._files, job.body_file, position, job.body_bytes)
+            self._add(piece)
+        except GatewayError as exc:
+            self.failure = exc
+            raise
+        return piece
+
+    def _add(self, piece: bytes) -> None:
         self._hash.update(piece)
         self._missing_bytes -= len(piece)
         if not self._missing_bytes and self._hash.hexdigest() != self._job.body_digest:
             raise JobNotTrusted("its body was changed in the store")
 
 
-def build_receive(read: Callable[[int], Awaitable[bytes]], size_bytes: int) -> Receive:
-    """Return what gives a body to the application, as if a client sent it and waited.
-
-    `read` returns the next piece of the body, whose position it gets.
-    """
+def build_receive(read: ReadPiece, size_bytes: int) -> Receive:
+    """Return what gives a body to the application, as if a client sent it and waited."""
     position = 0
     is_complete = False
 
@@ -124,9 +119,7 @@ class RequestReplay:
         )
         self.services = replace(services, settings=settings)
 
-    async def call(
-        self, job: Job, receive: Receive, services: Services | None = None
-    ) -> tuple[ResponseCapture, RequestInfo]:
+    async def call(self, job: Job, read: ReadPiece) -> tuple[ResponseCapture, RequestInfo]:
         """Return the response to the request of a job. Raises `JobNotTrusted`."""
         scope = build_scope(job)
         caller = replace(self.find_caller(job), priority=Priority.background)
@@ -135,8 +128,9 @@ class RequestReplay:
         if is_rate_counted and caller.limits is not None:
             limits = replace(caller.limits, requests_per_second=None)
             caller = replace(caller, limits=limits)
-        scope[INTERNAL_REQUEST] = InternalRequest(services or self.services, caller)
+        scope[INTERNAL_REQUEST] = InternalRequest(self.services, caller)
         capture = ResponseCapture()
+        receive = build_receive(read, job.body_bytes)
         await self.services.get(GatewayMiddleware)(scope, receive, capture.send)
         return capture, scope["request_info"]
 

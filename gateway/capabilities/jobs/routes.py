@@ -11,16 +11,24 @@ from typing import Annotated, Any, Final, cast
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
 from gateway.capabilities.jobs.job import DELIVERED, MAX_TIME_S, Job, JobKind, JobState
-from gateway.capabilities.jobs.replay import read_all_pieces, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
-from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, find_owner, may_use
-from gateway.capabilities.jobs.storage.store import JobQuery
+from gateway.capabilities.jobs.service import (
+    POLL_S,
+    Jobs,
+    find_listed_owner,
+    find_owner,
+    may_use,
+    read_piece,
+    read_pieces,
+)
+from gateway.capabilities.jobs.store import JobQuery
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
 from gateway.messages import format_utc_time, quote_text
@@ -108,29 +116,28 @@ def render_time(when: float) -> str | None:
     return format_utc_time(min(when, MAX_TIME_S), "milliseconds") if when else None
 
 
-def omit_none(document: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in document.items() if value is not None}
+def omit_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
-    document = {
-        "id": job.id,
-        "state": job.state.value,
-        "model": job.model,
-        "kind": job.kind.value,
-        "caller": job.caller,
-        "request_id": job.request_id,
-        "created": render_time(job.created_at),
-        "starts": job.starts,
-        "progress": describe_progress(job),
-        "position": position,
-        "started": render_time(job.started_at),
-        "ended": render_time(job.ended_at),
-        "status": job.status or None,
-        "error": {"code": job.error_code, "message": job.error} if job.error else None,
-        "callback": describe_callback(job) if job.callback_url else None,
-    }
-    return omit_none(document)
+    return omit_none(
+        id=job.id,
+        state=job.state.value,
+        model=job.model,
+        kind=job.kind.value,
+        caller=job.caller,
+        request_id=job.request_id,
+        created=render_time(job.created_at),
+        starts=job.starts,
+        progress=describe_progress(job),
+        position=position,
+        started=render_time(job.started_at),
+        ended=render_time(job.ended_at),
+        status=job.status or None,
+        error={"code": job.error_code, "message": job.error} if job.error else None,
+        callback=describe_callback(job) if job.callback_url else None,
+    )
 
 
 def describe_progress(job: Job) -> dict[str, Any]:
@@ -138,26 +145,24 @@ def describe_progress(job: Job) -> dict[str, Any]:
     end_at = 0.0
     if speed and job.state is JobState.running:
         end_at = time.time() + (job.total_rows - job.done_rows - job.failed_rows) / speed
-    document = {
-        "total": job.total_rows,
-        "done": job.done_rows,
-        "failed": job.failed_rows,
-        "rows_per_second": round(speed, 1) if speed else None,
-        "estimated_end": render_time(end_at),
-    }
-    return omit_none(document)
+    return omit_none(
+        total=job.total_rows,
+        done=job.done_rows,
+        failed=job.failed_rows,
+        rows_per_second=round(speed, 1) if speed else None,
+        estimated_end=render_time(end_at),
+    )
 
 
 def describe_callback(job: Job) -> dict[str, Any]:
     is_delivered = job.callback_outcome == DELIVERED
     state = DELIVERED if is_delivered else "due" if job.callback_due_at else "failed"
-    document = {
-        "state": state if job.has_ended else "waiting",
-        "attempts": job.callback_attempts,
-        "problem": None if is_delivered else job.callback_outcome or None,
-        "next_attempt": render_time(job.callback_due_at),
-    }
-    return omit_none(document)
+    return omit_none(
+        state=state if job.has_ended else "waiting",
+        attempts=job.callback_attempts,
+        problem=None if is_delivered else job.callback_outcome or None,
+        next_attempt=render_time(job.callback_due_at),
+    )
 
 
 async def respond_with_state(jobs: Jobs, job: Job) -> Response:
@@ -165,46 +170,21 @@ async def respond_with_state(jobs: Jobs, job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job, position)), media_type=JSON)
 
 
-class JobResultResponse(StreamingResponse):
-    """The stored response of a request. `deletes_job` deletes the job when it was sent."""
+async def respond_with_result(jobs: Jobs, job: Job, *, deletes_job: bool = False) -> Response:
+    """Return the stored response of a request. Raises `JobFileLost` before anything is sent."""
+    pieces = read_pieces(jobs.store.files, job.result_file, job.result_bytes)
+    first = await anext(pieces)
 
-    def __init__(self, jobs: Jobs, job: Job, *, deletes_job: bool = False) -> None:
-        super().__init__((), job.status)
-        headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
-        self.raw_headers = [
-            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers
-        ]
-        self._jobs = jobs
-        self._job = job
-        self._deletes_job = deletes_job
+    async def yield_pieces() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
 
-    async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
-        job = self._job
-        start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
-        sent_bytes = 0
-        # The last piece ends the response: a client that has it all may disconnect at once.
-        async for piece in read_all_pieces(
-            self._jobs.store.files, job.result_file, job.result_bytes
-        ):
-            if not sent_bytes:  # nothing is sent if the result cannot be read
-                await send(start)
-            sent_bytes += len(piece)
-            more = sent_bytes < job.result_bytes
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
-        if self._deletes_job:
-            await self._jobs.delete(job)
-
-
-class RowsResponse(StreamingResponse):
-    """The rows of a batch, for a caller that has a limit of such responses."""
-
-    def __init__(self, jobs: Jobs, job: Job, rows: AsyncIterator[bytes]) -> None:
-        super().__init__(rows, media_type=NDJSON)
-        self._waiter = jobs.wait_as(job.owner)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._waiter:
-            await super().__call__(scope, receive, send)
+    deletion = BackgroundTask(jobs.delete, job) if deletes_job else None
+    response = StreamingResponse(yield_pieces(), job.status, background=deletion)
+    headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
+    response.raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    return response
 
 
 async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
@@ -233,6 +213,18 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
             return
         seen = await change.wait(seen, POLL_S)
         current = await jobs.store.find(job.id)
+
+
+class RowsResponse(StreamingResponse):
+    """The rows of a batch, for a caller that has a limit of such responses."""
+
+    def __init__(self, jobs: Jobs, job: Job, rows: AsyncIterator[bytes]) -> None:
+        super().__init__(rows, media_type=NDJSON)
+        self._waiter = jobs.wait_as(job.owner)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._waiter:
+            await super().__call__(scope, receive, send)
 
 
 async def find_job(request: Request, services: ServicesForInference, job: str) -> Job:
@@ -307,7 +299,7 @@ async def get_result(
     if job.kind is JobKind.batch and (job.result_file or not job.has_ended):
         return RowsResponse(jobs, job, stream_rows(jobs, job, after, services.get(Drain)))
     if job.result_file:
-        return JobResultResponse(jobs, job)
+        return await respond_with_result(jobs, job)
     if job.error:
         body = serialize_error(job.error, job.error_code, job.request_id)
         return Response(body, job.status, media_type=JSON)

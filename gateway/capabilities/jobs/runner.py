@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from gateway.capabilities.jobs.batches.run import BatchRun
+from gateway.capabilities.jobs.batches import BatchRun
 from gateway.capabilities.jobs.errors import JobFileLost, JobNotTrusted, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import MAX_ERROR_CHARS, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
-    BodyCheck,
+    BodyReader,
     RequestReplay,
-    build_receive,
     find_delay_s,
-    read_piece,
 )
-from gateway.capabilities.jobs.service import Jobs
-from gateway.capabilities.jobs.storage.store import JobCounts
+from gateway.capabilities.jobs.service import Jobs, decode_headers
+from gateway.capabilities.jobs.store import JobCounts
 from gateway.errors import GatewayError, InternalError
 from gateway.process_exit import Drain
 from gateway.services import Services
@@ -66,6 +64,7 @@ class JobRunner:
         self._loops = TaskSet()
         self._claims = TaskSet()
         self._next_left_over_search_at = 0.0
+        self._oldest_queued_at: float | None = None
         create = services.metrics.create
         self._job_gauge = create.worst("gateway_jobs", "Jobs that are kept, by state.", ("state",))
         self._age_gauge = create.worst(
@@ -114,7 +113,7 @@ class JobRunner:
     async def _start_jobs(self, count: int) -> None:
         with suppress(JobsUnavailable, JobsFull):
             running = [each.job for each in self._running.values()]
-            for job in await self._store.claim(count, time.time(), running):
+            async for job in self._store.claim(count, time.time(), running):
                 if (job.id, job.token) in self._running:
                     continue  # a Redis that lost its last second has forgotten that it runs
                 task = asyncio.create_task(self._run(job))
@@ -196,52 +195,24 @@ class JobRunner:
             await asyncio.sleep(0)  # raises the `CancelledError`
 
     async def _run_request(self, job: Job) -> Job:
-        try:
-            start = await self._read_start(job)  # its deadline does not pass meanwhile
-        except JobsUnavailable:
-            return job.postpone(time.time() + NO_ROOM_PAUSE_S)
-
-        check = BodyCheck(job)
-        failures: list[GatewayError] = []
-
-        async def read(position: int) -> bytes:
-            try:
-                piece = start
-                if position:
-                    files = self._store.files
-                    piece = await read_piece(files, job.body_file, position, job.body_bytes)
-                check.add(piece)
-            except (JobFileLost, JobNotTrusted) as exc:
-                failures.append(exc)
-                raise
-            return piece
-
-        capture, info = await self._replay.call(job, build_receive(read, job.body_bytes))
-        if failures:
-            raise failures[0]
+        body = BodyReader(self._store.files, job)
+        capture, info = await self._replay.call(job, body.read)
         now = time.time()
+        if isinstance(body.failure, JobsUnavailable):
+            return job.postpone(now + NO_ROOM_PAUSE_S)
+        if body.failure is not None:
+            raise body.failure
         if capture.status in BUSY_STATUSES:
             return job.postpone(now + find_delay_s(capture, job.starts))
-        result = capture.body
-        write = partial(self._store.files.write, job.own_result_file, result)
+        write = partial(self._store.files.write, job.own_result_file, capture.body)
         try:
             await repeat_until_available(write, JobsUnavailable)
         except JobsFull:
             return job.postpone(now + NO_ROOM_PAUSE_S)
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
-        ]
-        ended = job.finish(now, capture.status, headers, len(result))
+        headers = decode_headers(capture.headers)
+        ended = job.finish(now, capture.status, headers, len(capture.body))
         reason = info.error_reason[:MAX_ERROR_CHARS]
         return replace(ended, error=reason, error_code=info.error_code)
-
-    async def _read_start(self, job: Job) -> bytes:
-        """Return the first piece of the body. Raises `JobsUnavailable` if only its file cannot be read."""
-        read = partial(read_piece, self._store.files, job.body_file, 0, job.body_bytes)
-        with suppress(JobsUnavailable):
-            return await read()
-        await repeat_until_available(partial(self._store.find, job.id), JobsUnavailable)
-        return await read()
 
     async def _clean(self) -> None:
         now = time.time()
@@ -258,7 +229,7 @@ class JobRunner:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._jobs.delete_left_over()
         # The oldest job grows older also while the store cannot be reached.
-        oldest_at = self._jobs.counts.oldest_queued_at or now
+        oldest_at = self._oldest_queued_at or now
         self._age_gauge.set(max(now - oldest_at, 0.0))
         await asyncio.sleep(CLEANING_PERIOD_S)
 
@@ -270,7 +241,8 @@ class JobRunner:
             log.warning("%d reads of stored jobs found something else than a job", unreadable)
 
     def _report_counts(self, counts: JobCounts) -> None:
-        self._jobs.counts = counts
+        self._jobs.stored_bytes = counts.size_bytes
+        self._oldest_queued_at = counts.oldest_queued_at
         for state in JobState:
             self._job_gauge.labels(state.value).set(counts.by_state.get(state, 0))
         self._bytes_gauge.set(counts.size_bytes)

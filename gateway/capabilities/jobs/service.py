@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
@@ -13,7 +12,7 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.capabilities.jobs.errors import (
-    JobBytesExceeded,
+    JobFileLost,
     JobsFull,
     JobsUnavailable,
     SubjectRequired,
@@ -21,7 +20,7 @@ from gateway.capabilities.jobs.errors import (
 )
 from gateway.capabilities.jobs.job import Job, find_job_id
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.storage.store import JobCounts, JobLimits, JobStore
+from gateway.capabilities.jobs.store import JobFiles, JobStore
 from gateway.capabilities.jobs.trust import open_job_trust
 from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
@@ -30,6 +29,8 @@ from gateway.telemetry.request_info import RequestInfo, RequestScope
 # Changes by other processes are seen after this time.
 POLL_S = 0.5
 LEFT_OVER_BATCH = 500  # files
+# Bodies and results are read from the store in pieces of this size.
+READ_BYTES = 1 << 20
 MAX_WAITERS_PER_CALLER = 100  # in one process
 
 
@@ -41,9 +42,8 @@ class Jobs:
         self.settings = settings
         self.max_body_bytes = max_body_bytes
         self.callback_urls = CallbackUrls(settings.callback_urls)
-        self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
-        # What the store has, a few seconds old; and what bodies without a job have beside it.
-        self.counts = JobCounts({}, None, 0)
+        # What the store has, as other processes knew it a few seconds ago; and bodies that have no job yet.
+        self.stored_bytes = 0
         self.incoming_bytes = 0
         # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
@@ -113,48 +113,23 @@ class Jobs:
         return current
 
 
-class ArrivingBody:
-    """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`.
+async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) -> bytes:
+    """Return the next piece of a file. Raises `JobFileLost` if it ends before its size."""
+    length = min(size_bytes - start, READ_BYTES)
+    piece = await files.read(file, start, length) if length else b""
+    if len(piece) < length:
+        raise JobFileLost
+    return piece
 
-    At the end of its context the file is deleted, unless its job was kept.
-    """
 
-    def __init__(self, jobs: Jobs, file: str) -> None:
-        self._jobs = jobs
-        self.file = file
-        self.size_bytes = 0
-        self.hash = hashlib.sha256()
-        self.is_kept = False
-        self._may_exist = False
+async def read_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the pieces of a file; of one that is empty, an empty one. Raises `JobFileLost`."""
+    for position in range(0, size_bytes or 1, READ_BYTES):
+        yield await read_piece(files, file, position, size_bytes)
 
-    async def append(self, data: bytes) -> None:
-        """Append to the file, and create it. Raises `JobsFull`."""
-        jobs = self._jobs
-        self.size_bytes += len(data)
-        jobs.incoming_bytes += len(data)
-        if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
-            raise JobBytesExceeded(jobs.limits.max_bytes)
-        self._may_exist = True
-        self.hash.update(data)
-        await jobs.store.files.append(self.file, data)
 
-    async def discard(self) -> None:
-        self.release()
-        if self._may_exist:
-            await self._jobs.store.files.delete(self.file)
-            self._may_exist = False
-
-    def release(self) -> None:
-        """Count the bytes no longer: they are in the store, or deleted."""
-        self._jobs.incoming_bytes -= self.size_bytes
-        self.size_bytes = 0
-
-    async def __aenter__(self) -> ArrivingBody:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if not self.is_kept:
-            await self.discard()
+def decode_headers(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in pairs)
 
 
 def find_owner(info: RequestInfo) -> str:

@@ -70,13 +70,14 @@ class JobSettings(CapabilitySettings):
     @field_validator("callback_secret")
     @classmethod
     def check_callback_secret(cls, value: SecretStr | None) -> SecretStr | None:
-        split_secrets(value)
+        for secret in split_secrets(value):
+            decode_secret(secret)
         return value
 
     @field_validator("jobs_secret")
     @classmethod
     def check_jobs_secret(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        secrets = split_jobs_secrets(value)
+        secrets = split_secrets(value)
         if any(len(secret) < MIN_SECRET_CHARS for secret in secrets) or len(secrets) > MAX_SECRETS:
             raise ValueError(
                 f"expected one secret of {MIN_SECRET_CHARS} characters at least, or two with a comma"
@@ -100,13 +101,5 @@ class JobSettings(CapabilitySettings):
 
 
 def split_secrets(value: SecretStr | None) -> tuple[str, ...]:
-    """Return the secrets in a setting. Raises `ValueError`, whose message does not contain them."""
-    secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
-    for secret in secrets:
-        decode_secret(secret)
-    return secrets
-
-
-def split_jobs_secrets(value: SecretStr | None) -> tuple[str, ...]:
     secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
     return secrets

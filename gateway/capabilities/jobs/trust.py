@@ -20,12 +20,7 @@ import orjson
 
 from gateway.capabilities.jobs.errors import JobNotTrusted
 from gateway.capabilities.jobs.job import Job
-from gateway.capabilities.jobs.settings import (
-    MIN_SECRET_CHARS,
-    SQLITE,
-    JobSettings,
-    split_jobs_secrets,
-)
+from gateway.capabilities.jobs.settings import MIN_SECRET_CHARS, SQLITE, JobSettings, split_secrets
 from gateway.config.settings import describe_os_errors
 from gateway.messages import CommandError
 
@@ -68,7 +63,7 @@ def sign(job: Job, secret: bytes) -> str:
 
 def open_job_trust(settings: JobSettings) -> JobTrust:
     """Return the secrets of the settings, or the one beside the database. Raises `CommandError`."""
-    secrets = split_jobs_secrets(settings.jobs_secret)
+    secrets = split_secrets(settings.jobs_secret)
     if not secrets:
         path = Path(settings.jobs.removeprefix(SQLITE)) / SECRET_FILE
         with describe_os_errors(CommandError, f"the secret of the jobs, {str(path)!r}"):

@@ -241,9 +241,6 @@ def test_cancelled_batch_keeps_the_rows_that_have_run(client: httpx.Client) -> N
     wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["failed"] == 2)
     # Four rows run, beside the request for the metrics.
     wait_until(lambda: metric(client, 'gateway_requests_in_flight{route="/v1"}') == 5)
-    # One of them is computed, and one waits in Triton.
-    pending = r'nv_inference_pending_request_count\{.*model="cancellable".*\} (\d)'
-    wait_until(lambda: re.findall(pending, client.get("/metrics").text) == ["1"])
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
     assert [row["row"] for row in read_rows(client, job)] == [1, 2]
     assert client.delete(f"/v1/jobs/{job}").is_success

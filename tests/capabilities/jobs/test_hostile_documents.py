@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from pydantic import SecretStr
 
-from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.job import Job, JobState, encode_job
 from gateway.capabilities.jobs.service import Jobs
-from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
-from tests.capabilities.jobs.support import JOBS_SECRET
+from gateway.capabilities.jobs.store import JobQuery, JobStore
+from tests.capabilities.jobs.stores import (
+    Neighbour,
+    RedisNeighbour,
+    SqliteNeighbour,
+    build_job,
+    opened,
+)
 from tests.capabilities.jobs.unit.test_job import QUEUED
 from tests.support.redis_server import RedisServer
 
-LIMITS = JobLimits(1 << 40, 10_000)
 HOST = "shop.example"
 MODEL_JOB = replace(QUEUED, owner="a", callback_url=f"https://{HOST}/", callback_host=HOST)
 DEEP = 10_000
@@ -99,69 +98,37 @@ def list_documents(job_id: str) -> list[bytes]:
     return [*OTHER_KINDS.values(), *map(orjson.dumps, [*missing, *changed]), *numbers]
 
 
-class RedisNeighbour:
-    """Somebody else who may write to the Redis of the jobs."""
-
-    def __init__(self, server: RedisServer, folder: Path) -> None:
-        self.settings = JobSettings(
-            jobs=server.url(), jobs_secret=SecretStr(JOBS_SECRET), jobs_folder=folder / "files"
-        )
-        self._prefix = self.settings.jobs.partition("prefix=")[2] + "jobs:"
-        self._redis = server.client()
-
-    def plant(self, job_id: str, state: JobState, document: bytes) -> None:
-        """Replace the document of a queued job, and add it where jobs in another state are found."""
-        self._redis.hset(f"{self._prefix}documents", job_id, document)
-        for members in ("ready", "lines", "ended", f"callbacks:{HOST}", f"line:a\n{QUEUED.model}"):
-            self._redis.zadd(f"{self._prefix}{members}", {job_id: 1})
-        for owner in ("", "a", "b"):
-            self._redis.zadd(f"{self._prefix}list:{state.value}\n\n{owner}", {job_id: 0})
-            self._redis.zadd(f"{self._prefix}list:\n\n{owner}", {job_id: 1e9})
-
-
-class SqliteNeighbour:
-    """Somebody else who may write to the database of the jobs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.settings = JobSettings(jobs=f"sqlite://{folder}")
-        self._path = folder / "jobs.db"
-
-    def plant(self, job_id: str, state: JobState, document: bytes) -> None:
-        ended_at = 0 if state in (JobState.queued, JobState.running) else 1
-        values = (state.value, ended_at, document, job_id)
-        with closing(sqlite3.connect(self._path)) as database, database:
-            database.execute(
-                "UPDATE jobs SET state = ?, ended_at = ?, callback_due_at = 1, turn = -1, document = ? "
-                "WHERE id = ?",
-                values,
-            )
+def plant(neighbour: Neighbour, job_id: str, state: JobState, document: bytes) -> None:
+    """Replace the document of a queued job, and list it first where jobs in a state are found."""
+    neighbour.write(job_id, document)
+    lists = ["all", "owner:a", "owner:b", "queue:a", "queue:b", "leases", f"callbacks:{HOST}"]
+    for name in (*lists, f"state:{state.value}"):
+        is_newest_first = name.startswith(("all", "owner"))
+        neighbour.list_job(name, job_id, 1e9 if is_newest_first else 1)
 
 
 @pytest.fixture(params=["sqlite", "redis"])
-def neighbour(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[SqliteNeighbour | RedisNeighbour]:
+def neighbour(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Neighbour]:
     folder = tmp_path / "jobs"
     if request.param == "sqlite":
         yield SqliteNeighbour(folder)
         return
     with RedisServer(tmp_path) as server:
-        yield RedisNeighbour(server, folder)
+        yield RedisNeighbour(server, folder / "files")
 
 
 async def add(store: JobStore, name: str) -> Job:
-    job = replace(QUEUED, id=name.rjust(32, "0"), owner=name[0], callback_url="")
+    job = build_job(name)
     await store.files.write(job.body_file, b"abc")
-    return await store.add(job, LIMITS)
+    return await store.add(job, 10_000)
 
 
-def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
-    neighbour: SqliteNeighbour | RedisNeighbour, tmp_path: Path
+async def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
+    neighbour: Neighbour, tmp_path: Path
 ) -> None:
     outside = tmp_path / "precious"
     outside.write_text("precious")
-
-    async def work(store: JobStore) -> None:
+    async with opened(neighbour.settings) as store:
         first = await add(store, "a1")
         count = len(list_documents(""))
         assert count >= 40
@@ -169,9 +136,9 @@ def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
         for number in range(count * len(states)):
             job_id = f"e{number:031x}"
             state = states[number % len(states)]
-            await store.add(replace(MODEL_JOB, id=job_id), LIMITS)
-            neighbour.plant(job_id, state, list_documents(job_id)[number // len(states)])
-        others = [await add(store, name) for name in ("b1", "a2", "b2")]
+            await store.add(replace(MODEL_JOB, id=job_id), 10_000)
+            plant(neighbour, job_id, state, list_documents(job_id)[number // len(states)])
+        others = [await add(store, name) for name in ("b2", "a3", "b4")]
 
         everything = [*reversed(others), first]
         assert await store.list_jobs(JobQuery(None)) == everything
@@ -180,13 +147,14 @@ def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
         assert own == [others[1]]
         assert await store.list_jobs(JobQuery("a", limit=1, after=own[0].id)) == [first]
         assert list(await store.find_due_deliveries(HOST, time.time(), 60.0, 100)) == []
-        assert (await store.count_jobs()).oldest_queued_at == QUEUED.created_at
+        assert (await store.count_jobs()).oldest_queued_at == QUEUED.created_at + 1
         assert await store.find_outdated(QUEUED.created_at - 1, 100) == []
-        assert len(await store.find_outdated(QUEUED.created_at + 1, 2)) == 2
+        assert len(await store.find_outdated(QUEUED.created_at + 2, 2)) == 2
 
         running: list[Job] = []
         for _ in range(2):  # of the places of a process, one caller gets no more than two thirds
-            running += await store.claim(6, time.time(), running)
+            claims = store.claim(6 - len(running), time.time(), [*running])
+            running += [job async for job in claims]
         assert {job.id for job in running} == {job.id for job in everything}
         assert await store.renew(running) == []
         jobs = Jobs(store, neighbour.settings, 10)
@@ -204,15 +172,5 @@ def test_hostile_documents_stop_no_list_no_queue_and_no_cleaning(
                 cleaned.add(job.id)
         assert cleaned == {job.id for job in everything}
         assert store.reader.unreadable >= count
-
-    async def run() -> None:
-        store = create_store(neighbour.settings)
-        await store.open()
-        try:
-            await work(store)
-        finally:
-            await store.close()
-
-    asyncio.run(run())
     assert outside.read_text() == "precious"
     assert [*(tmp_path / "jobs/files").iterdir()] == []

@@ -19,6 +19,7 @@ from gateway.capabilities.jobs.service import MAX_WAITERS_PER_CALLER
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.messages import parse_time
 from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer, serving_issuer
+from tests.capabilities.jobs.stores import RedisNeighbour
 from tests.capabilities.jobs.support import (
     CANCELLABLE,
     JOBS_SECRET,
@@ -51,24 +52,19 @@ class Site:
     client: httpx.Client  # a key for inference
     admin: httpx.Client
     triton: httpx.Client
-    redis: RedisServer
-    prefix: str
+    neighbour: RedisNeighbour
 
     def read_fields(self, job: str) -> dict[str, Any]:
-        document = self.redis.client().hget(f"{self.prefix}documents", job)
-        assert document is not None
-        fields: dict[str, Any] = orjson.loads(document)
-        return fields
+        return {**self.neighbour.read(job)}
 
     def write_fields(self, job: str, fields: Mapping[str, Any]) -> None:
-        self.redis.client().hset(f"{self.prefix}documents", job, orjson.dumps(fields))
+        self.neighbour.write(job, orjson.dumps(fields), token=str(fields["token"]))
 
-    def queue(self, job: str, body: bytes) -> None:
+    def queue(self, job: str, owner: str, body: bytes) -> None:
         """Let a gateway find a job and its body, whatever has become of it."""
-        client = self.redis.client()
-        client.set(f"{self.prefix}file:{job}.body", body)
-        client.hset(f"{self.prefix}turn_of", job, 0)
-        client.zadd(f"{self.prefix}delayed", {job: 0})
+        self.neighbour.client.set(f"{self.neighbour.prefix}file:{job}.body", body)
+        self.neighbour.list_job(f"queue:{owner}", job, 0)
+        self.neighbour.list_job("turns", owner, 0)
 
     def find_outcome(self, job: str) -> tuple[str, str]:
         """Return the state and the error code of a job when it has ended or cannot be read."""
@@ -107,8 +103,7 @@ def site(zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory) -
         triton = stack.enter_context(
             httpx.Client(base_url=zoo_triton.options.url.partition("?")[0])
         )
-        prefix = settings["jobs"].partition("prefix=")[2] + "jobs:"
-        yield Site(client, admin, triton, redis, prefix)
+        yield Site(client, admin, triton, RedisNeighbour(redis, url=settings["jobs"]))
 
 
 # What somebody changes in a job that a caller has sent, before it is queued again: what becomes of it.
@@ -150,7 +145,7 @@ def test_job_that_somebody_else_has_changed_does_not_run(site: Site, attempt: st
     assert wait_for(site.client, job["id"])["state"] == "done"
     changed = {**site.read_fields(job["id"]), "state": "queued", "ended_at": 0, **changes}
     site.write_fields(changed["id"], changed)
-    site.queue(changed["id"], BODY)
+    site.queue(changed["id"], changed["owner"], BODY)
     assert site.find_outcome(changed["id"]) == expected
     assert site.triton.get("/v2/models/vector_FP32/ready").status_code == 200
     assert submit(site.client).status_code == 202
@@ -165,7 +160,7 @@ def test_changed_body_does_not_run(site: Site) -> None:
         wait_for(site.client, job)
         site.write_fields(job, {**site.read_fields(job), "state": "queued", "ended_at": 0})
         line_feed = b"\n" if job == batch["id"] else b""
-        site.queue(job, OTHER_BODY + line_feed)
+        site.queue(job, site.read_fields(job)["owner"], OTHER_BODY + line_feed)
         assert site.find_outcome(job) == NOT_TRUSTED
     after = metric(site.admin, 'gateway_jobs_refused_total{reason="not_trusted"}')
     assert after == before + len(jobs)
@@ -185,11 +180,11 @@ def test_callback_that_no_caller_has_asked_for_is_not_sent(site: Site) -> None:
     job = submit(site.client).json()["id"]
     fields = {**site.read_fields(wait_for(site.client, job)["id"]), "callback_due_at": 1.0}
     site.write_fields(job, {**fields, "callback_url": CALLBACK, "callback_host": "127.0.0.1:9"})
-    index = f"{site.prefix}callbacks:127.0.0.1:9"
-    site.redis.client().zadd(index, {job: 1})
+    index = "callbacks:127.0.0.1:9"
+    site.neighbour.list_job(index, job, 1)
     # The one that was asked for has failed once, and the other one is due no more.
     wait_until(lambda: site.client.get(f"/v1/jobs/{asked}").json()["callback"]["attempts"] == 1)
-    wait_until(lambda: site.redis.client().zscore(index, job) is None)
+    wait_until(lambda: site.neighbour.client.zscore(site.neighbour.prefix + index, job) is None)
     assert site.client.get(f"/v1/jobs/{job}").json()["callback"]["attempts"] == 0
 
 

@@ -67,6 +67,8 @@ def test_each_upload_is_the_next_version_which_is_served_listed_and_removed(
         assert httpx.Response(200, text=ran.stdout).json() == {
             "model": "mine",
             "version": str(number),
+            "ready": True,
+            "infer": "/v1/models/mine/infer",
             "sha256": digest,
             "bytes": len(content),
         }, ran

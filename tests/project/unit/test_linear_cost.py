@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
-from gateway.capabilities.jobs.batches.rows import RowWriter
-from gateway.capabilities.jobs.service import ArrivingBody
+from gateway.capabilities.jobs.batches import RowWriter
 from gateway.errors import GatewayError
 from gateway.headers import parse_accept, parse_header_parameters
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -39,8 +38,11 @@ def feed_form(body: bytes) -> None:
 
 def feed_row_in_pieces(line: bytes) -> None:
     budget = MemoryBudget(1 << 20, MetricFactory(CollectorRegistry()).counter("shed", "Shed."))
-    # No row is complete, and so none is stored.
-    writer = RowWriter(cast(ArrivingBody, None), 1, MemoryCharge(budget))
+
+    async def store_nothing(data: bytes) -> None:
+        """No row is complete."""
+
+    writer = RowWriter(store_nothing, 1, MemoryCharge(budget))
 
     async def feed() -> None:
         for start in range(0, len(line), 32):

@@ -98,24 +98,53 @@ def test_secret_that_is_too_short_or_too_long_is_refused(secret: str) -> None:
         decode_secret(secret)
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        (answer(200, body=b"ok"), AttemptResult()),
-        (answer(299), AttemptResult()),
-        (answer(200, "Content-Encoding: gzip", body=b"no gzip"), AttemptResult()),
-        (answer(410), AttemptResult("the receiver answered with status 410", is_final=True)),
-        (
-            answer(503, "Retry-After: 90"),
-            AttemptResult("the receiver answered with status 503", retry_after_s=90.0),
-        ),
-        (answer(404), AttemptResult("the receiver answered with status 404")),
-    ],
-    ids=["200", "299", "coding", "410", "503", "404"],
+ENDLESS = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4000\r\n"
+    + bytes(0x4000)
+    + b"\r\n4000\r\n1"
 )
-async def test_status_decides(response: bytes, expected: AttemptResult) -> None:
+STATUS = "the receiver answered with status"
+FAILED = AttemptResult("the request failed: ")  # and a reason
+# What a receiver answers: what becomes of the attempt. None of it is called a second time.
+RESPONSES: dict[str, tuple[bytes, AttemptResult]] = {
+    "200": (answer(200, body=b"ok"), AttemptResult()),
+    "299": (answer(299), AttemptResult()),
+    "a coding": (answer(200, "Content-Encoding: gzip", body=b"no gzip"), AttemptResult()),
+    "an endless body": (ENDLESS, AttemptResult()),
+    "410": (answer(410), AttemptResult(f"{STATUS} 410", is_final=True)),
+    "503": (answer(503, "Retry-After: 90"), AttemptResult(f"{STATUS} 503", retry_after_s=90.0)),
+    "404": (answer(404), AttemptResult(f"{STATUS} 404")),
+    **{
+        str(status): (
+            answer(status, "Location: /other"),
+            AttemptResult(f"{STATUS} {status}; redirects are not followed"),
+        )
+        for status in (301, 302, 303, 307, 308)
+    },
+    "nothing": (b"", FAILED),
+    "ssh": (b"SSH-2.0-OpenSSH\r\n", FAILED),
+    "a long header": (b"HTTP/1.1 200 OK\r\nX: " + bytes(200_000), FAILED),
+    "garbage": (b"HTTP/1.1 200 OK\r\n" * 9, FAILED),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+async def test_response_decides(name: str) -> None:
+    response, expected = RESPONSES[name]
     async with receiving() as receiver:
-        assert await attempt_at(receiver, response) == expected
+        result = await attempt_at(receiver, response)
+    assert len(receiver.connections) == 1
+    if expected is FAILED:
+        assert result.problem.startswith(FAILED.problem)
+        result = replace(result, problem=FAILED.problem)
+    assert result == expected
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/done", "http://unknown.invalid/done"])
+async def test_receiver_that_is_not_there_is_a_failure_that_is_repeated(url: str) -> None:
+    result = await attempt(url, url)
+    assert result.problem.startswith("the request failed: ")
+    assert not result.is_final
 
 
 async def test_trace_context_that_is_none_is_left_out() -> None:
@@ -124,47 +153,6 @@ async def test_trace_context_that_is_none_is_left_out() -> None:
         result = await attempt(receiver.url, receiver.url, headers=headers)
     assert result == AttemptResult()
     assert "traceparent" not in receiver.received[0].headers
-
-
-async def test_redirect_is_a_failure_and_is_not_followed() -> None:
-    async with receiving() as receiver, receiving() as inside:
-        for status in (301, 302, 303, 307, 308):
-            response = answer(status, f"Location: {inside.url}")
-            result = await attempt_at(receiver, response)
-            assert result.problem == (
-                f"the receiver answered with status {status}; redirects are not followed"
-            )
-    assert not inside.connections
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        b"",
-        b"SSH-2.0-OpenSSH\r\n",
-        b"HTTP/1.1 200 OK\r\nX: " + bytes(200_000),
-        b"HTTP/1.1 200 OK\r\n" * 9,
-    ],
-    ids=["nothing", "ssh", "header", "garbage"],
-)
-async def test_invalid_response_is_a_failure(response: bytes) -> None:
-    async with receiving() as receiver:
-        result = await attempt_at(receiver, response)
-    assert result.problem.startswith("the request failed: ")
-
-
-async def test_endless_response_is_read_up_to_a_limit() -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    async with receiving() as receiver:
-        result = await attempt_at(receiver, head + b"4000\r\n" + bytes(0x4000) + b"\r\n4000\r\n1")
-    assert result == AttemptResult()
-
-
-async def test_port_that_nobody_listens_on_is_a_failure() -> None:
-    async with receiving() as receiver:
-        pass
-    result = await attempt(receiver.url, receiver.url)
-    assert result.problem.startswith("the request failed: ")
 
 
 async def test_proxy_and_passwords_of_the_environment_are_not_used(
@@ -192,13 +180,6 @@ async def test_url_that_is_not_below_a_prefix_is_never_sent(suffix: str) -> None
     assert not receiver.connections
     assert result.is_final
     assert result.problem.endswith(("is not allowed", "lists the prefixes of those that are"))
-
-
-async def test_name_that_is_unknown_is_a_failure_that_is_repeated() -> None:
-    url = "http://unknown.invalid/done"
-    result = await attempt(url, url)
-    assert result.problem.startswith("the request failed: ")
-    assert not result.is_final
 
 
 async def test_certificate_must_be_that_of_the_name() -> None:

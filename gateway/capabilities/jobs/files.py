@@ -55,24 +55,28 @@ class BlockingCalls:
         self._target = target
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="jobs") for _ in range(threads)]
 
+    renewal_s = 0.0  # a disk has no outages
+
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._target, name)
 
-        def run(arguments: tuple[Any, ...]) -> Any:
+        def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             with describe_failures():
-                return method(*arguments)
+                return method(*arguments, **options)
 
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: Any, **options: Any) -> Any:
             number = 0
             if len(self._threads) > 1 and arguments:
                 number = hash(find_job_id(arguments[0])) % len(self._threads)
             thread = self._threads[number]
-            return await asyncio.get_running_loop().run_in_executor(thread, run, arguments)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(thread, run, arguments, options)
 
         return call
 
     async def close(self) -> None:
         """End the threads, after what was called before."""
+        await self.__getattr__("close")()
         for thread in self._threads:
             thread.shutdown(wait=False)
 
@@ -83,9 +87,11 @@ class FolderFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def create(self) -> None:
-        """Create the folder, readable by its owner only. Raises `OSError`."""
+    def open(self) -> None:
         self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """No file is open."""
 
     def check_room(self) -> None:
         """Check that the results of accepted jobs have room besides a new body. Raises `JobsFull`."""
