@@ -233,24 +233,6 @@ def test_batch_of_a_gateway_that_was_stopped_or_killed_goes_on_in_another(
         assert read_rows(first_client, job) == rows
 
 
-@pytest.mark.long
-def test_job_that_kills_its_worker_fails_after_the_third_time(
-    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
-) -> None:
-    gateway = start_gateway(f"sqlite://{tmp_path}/jobs", job_lease_s="1")
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
-        job = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"]
-        # A gateway that is asked to end queues its jobs again, which does not count.
-        for end in (gateway.stop, gateway.kill, gateway.kill, gateway.kill):
-            wait_for_state(client, job, "running")
-            end()
-            gateway.start()
-        document = wait_for(client, job)
-        assert (document["state"], document["starts"]) == ("failed", 4)
-        assert document["error"]["code"] == "JOB_LOST"
-        assert client.get(f"/v1/jobs/{job}/result").status_code == 500
-
-
 def test_jobs_wait_while_redis_is_stopped(
     redis: RedisServer, start_gateway: Callable[..., GatewayProcess]
 ) -> None:
