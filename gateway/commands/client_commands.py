@@ -235,7 +235,7 @@ def change_models(
     rich_help_panel=MODELS_PANEL,
     epilog=format_examples(
         "triton-gateway push model.onnx --name digits",
-        "triton-gateway push model.onnx --name digits --config config.pbtxt --labels labels.txt",
+        "triton-gateway push model.onnx --config config.pbtxt --labels labels.txt",
     ),
 )
 @add_target

@@ -344,7 +344,9 @@ class JobStore:
     async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
         """Return jobs that ended before `when`, and queued ones that were created before."""
         outdated: list[Job] = []
-        for state in set(JobState) - {JobState.running}:
+        for state in JobState:
+            if state is JobState.running:
+                continue
             name = STATE + state.value
             outdated += await self._select(name, limit, partial(has_state, state), until=when)
         return outdated

@@ -202,7 +202,7 @@ def test_models_are_listed_in_pages(zoo: Zoo) -> None:
         ("/v1/models?limit=0", 400, "invalid query parameter 'limit'"),
         ("/v1/models/single_BYTES?x=1", 400, "unknown query parameter 'x'"),
         ("/v1/replicas?limit=1", 400, "unknown query parameter 'limit'"),
-        ("/v1/events?after=1", 400, "unknown query parameter 'after'"),
+        ("/v1/events?until=1", 400, "unknown query parameter 'until'"),
         ("/v2/models?x=1", 200, ""),
         ("/livez?x=1", 200, ""),
     ],
