@@ -250,6 +250,13 @@ class ReplicaPool:
     def is_loaded(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
+    def is_held(self, model: str) -> bool:
+        """Return whether a replica has the model, loads it, or unloads it."""
+        return any(
+            replica.index.is_ready(model) or replica.index.is_changing(model)
+            for replica in filter(self.is_live, self.replicas.values())
+        )
+
     def list_holders(self, model: str, version: str) -> list[Replica]:
         """Return the live replicas that have the version ready, cordoned ones included."""
         return [

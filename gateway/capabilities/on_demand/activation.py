@@ -1,6 +1,7 @@
 """Requests that wait until their model can be used: for a replica, and for a load on demand.
 
-From top to bottom: requests, the loads that they share, room for a load, unloads, reports to other gateways.
+The first request stores that its model is desired, and the others wait for the same load. From top to
+bottom: requests, the loads that they share, room for a load, unloads, reports to other gateways.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.http_client.connection import RequestNotSent
 from gateway.messages import join_names, quote_text
-from gateway.repository.reconcile_plan import Backoff, ModelAction
+from gateway.repository.plan import Backoff, ModelAction
 from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info, measure_phase
@@ -59,7 +60,11 @@ MIN_REMAINING_S: Final = 0.001  # left to a request that waited until its deadli
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
 REPORT_INTERVAL_S: Final = 0.5
-IDLE_CHECK_INTERVAL_S: Final = 0.5
+REVIEW_INTERVAL_S: Final = 0.5
+RECENT_USE_S: Final = (
+    30.0  # a model that was used lately is loaded again when its replica has ended
+)
+LEASE_NAME: Final = "on demand"  # of the gateway that reviews the models
 # Other decisions on the replica wait for an eviction. It goes on afterwards.
 EVICTION_TIMEOUT_S: Final = 10.0
 MAX_PROBE_WAIT_S: Final = 2.0
@@ -137,7 +142,7 @@ class ModelActivator:
         self.matches = held.matches
 
     async def __aenter__(self) -> ModelActivator:
-        for step in (self._give_places, self._report_usage, self._unload_idle_models):
+        for step in (self._give_places, self._report_usage, self._review_models):
             self._tasks.start(repeat(INITIATOR, step))
         return self
 
@@ -166,17 +171,13 @@ class ModelActivator:
         """
         if self._pool.is_served(model) or not self.can_activate(model):
             return timeout_s
-        waiting = self._usage.held_requests
+        waiting = self._usage.held_count
         if waiting >= self._usage.admission.max_waiting:
             self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
         started_at = perf_counter()
-        self._usage.held_requests += 1
-        try:
-            with hold_charge(), measure_phase("load"):
-                await self._wait(model, started_at, timeout_s)
-        finally:
-            self._usage.held_requests -= 1
+        with self._usage.hold(model), hold_charge(), measure_phase("load"):
+            await self._wait(model, started_at, timeout_s)
         return max(timeout_s - (perf_counter() - started_at), MIN_REMAINING_S)
 
     async def _wait(self, model: str, started_at: float, timeout_s: float) -> None:
@@ -248,23 +249,27 @@ class ModelActivator:
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
+            await self._begin_demand(model)
             place = await self._wait_for_place(load)
             if isinstance(place, NoPlacement):
                 return place
-            if place is not None:
-                try:
-                    if await self._load_at(model, place.replica):
-                        continue
-                except ModelControlModeConflict:
-                    continue  # this replica is not chosen again
-                except (RequestNotSent, BadUpstream):
-                    unreachable += 1
-                    if unreachable == MAX_UNREACHABLE:
-                        raise
-                finally:
-                    self._claimed.pop(model, None)
+            try:
+                if place is not None and await self._load_at(model, place.replica):
+                    continue
+            except ModelControlModeConflict:
+                continue  # this replica is not chosen again
+            except (RequestNotSent, BadUpstream):
+                unreachable += 1
+                if unreachable == MAX_UNREACHABLE:
+                    raise
+            finally:
+                self._claimed.pop(model, None)
             await asyncio.sleep(RETRY_PAUSE_S)
         return None
+
+    async def _begin_demand(self, model: str) -> None:
+        if self._is_loadable(model):  # otherwise the reconciler loads it on a new replica
+            await self._state.begin_demand(model)
 
     async def _load_at(self, model: str, replica_name: str) -> bool:
         """Make room on the replica and load the model, unless another gateway does. Return whether it ended.
@@ -272,39 +277,52 @@ class ModelActivator:
         Raises the `GatewayError` of a failed load.
         """
         started_at = perf_counter()
-        # Of gateways that share a state, only one at a time changes a replica or a model.
-        async with (
-            self._reconciler.lock_model(model),
-            self._state.lease(f"model:{model}") as has_model,
-        ):
+        async with self._reconciler.try_lock_model(model) as has_model:
             if self._pool.is_served(model) or not self._is_loadable(model):
                 return True  # an administrator loaded or unloaded it
             replica = self._pool.find_replica(replica_name)
             if replica is None or not has_model:
                 return False
+            # Of gateways that share a state, one at a time decides what a replica holds.
             async with self._state.lease(f"replica:{replica.name}") as has_replica:
                 if not has_replica or not await self._make_room(model, replica):
                     return False
-                started_load = await self._state.begin_load(replica.name, model)
+                log.info("loading model %s on %s on demand", model, replica.name)
+                loading = self._tasks.start(self._run_load(model, replica))
+                await self._wait_until_listed(model, replica, loading)
             self._claimed.pop(model, None)
-            log.info("loading model %s on %s on demand", model, replica.name)
-            action = ModelAction(model, True, self.held.get_load_parameters(model))
-            try:
-                await self._loader.run(replica, action, INITIATOR, started_load)
-            except GatewayError as exc:
-                log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
-                if isinstance(exc, DeadlinePassed):
-                    late = "it did not become ready within GATEWAY_LOAD_TIMEOUT_S"
-                    raise self._record_failure(LoadFailed(model, late)) from exc
-                if isinstance(exc, LoadFailed):
-                    self._record_failure(exc)
-                raise
+            await loading
         await self.held.update()
         self._usage.record_use(model)
         self._failures.pop(model, None)
         duration_s = self._load_times_s[model] = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
         return True
+
+    async def _run_load(self, model: str, replica: Replica) -> None:
+        try:
+            desired = self._state.demanded_models.get(model)
+            generation = "" if desired is None else desired.generation
+            action = ModelAction(model, True, self.held.get_load_parameters(model), generation)
+            await self._loader.run(replica, action, INITIATOR)
+        except GatewayError as exc:
+            log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
+            if isinstance(exc, DeadlinePassed):
+                late = "it did not become ready within GATEWAY_LOAD_TIMEOUT_S"
+                raise self._record_failure(LoadFailed(model, late)) from exc
+            if isinstance(exc, LoadFailed):
+                self._record_failure(exc)
+            raise
+
+    async def _wait_until_listed(
+        self, model: str, replica: Replica, loading: asyncio.Task[None]
+    ) -> None:
+        """Wait until the replica's index has the load, so that other gateways know of it."""
+        while not (
+            loading.done() or replica.index.is_loading(model) or replica.index.is_ready(model)
+        ):
+            await asyncio.wait([loading], timeout=RETRY_PAUSE_S)
+            await self._pool.monitor.probe(replica)
 
     def _record_failure(self, error: LoadFailed) -> LoadFailed:
         failure = self._failures.get(error.model, Backoff())
@@ -388,7 +406,7 @@ class ModelActivator:
 
     async def _make_room(self, model: str, replica: Replica) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
-        await self._state.refresh_loads()
+        await self._state.refresh_tables()
         await self._exchange_usage()
         await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.held.update(max_age_s=0.0)
@@ -401,12 +419,29 @@ class ModelActivator:
 
     # Unloads
 
-    async def _unload_idle_models(self) -> None:
-        await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
-        is_wanted = self._settings.idle_unload_s and self.held.is_enabled
-        if is_wanted and self._reconciler.is_leader:
-            await self.held.update()
+    async def _review_models(self) -> None:
+        """Unload idle models, and end the demand for those that no replica has and nobody waits for."""
+        await asyncio.sleep(REVIEW_INTERVAL_S)
+        if not self.held.is_enabled or not await self._state.renew_lease(LEASE_NAME):
+            return
+        await self.held.update()
+        if self._settings.idle_unload_s:
             await asyncio.gather(*map(self._unload_idle_models_of, self._list_replicas()))
+        for model in self._state.demanded_models:
+            if not (self._pool.is_held(model) or self._usage.count_requests(model)):
+                await self._renew_demand(model)
+
+    async def _renew_demand(self, model: str) -> None:
+        """Load a model whose replica has ended again if it was used lately; otherwise forget it."""
+        used_s = perf_counter() - self._usage.get_last_used(model)
+        if self.is_on_demand(model) and self._usage.was_used(model) and used_s < RECENT_USE_S:
+            self._tasks.start(self._load_again(model))
+        else:
+            await self._state.end_demand(model)
+
+    async def _load_again(self, model: str) -> None:
+        with self._usage.hold(model), suppress(GatewayError):
+            await self._wait(model, perf_counter(), RECENT_USE_S)
 
     async def _unload_idle_models_of(self, replica: Replica) -> None:
         if self._find_idle_models(replica):
@@ -436,19 +471,24 @@ class ModelActivator:
         return True
 
     async def _unload(self, replica: Replica, model: str, reason: str) -> bool:
+        await self._state.end_demand(model)
         if replica.index.is_unloaded(model):
             return True  # Triton unloaded it together with its ensemble
         log.info("unloading model %s from %s %s", model, replica.name, reason)
         try:
-            action = ModelAction(model, False, {})
-            unload = asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
-            await asyncio.wait_for(unload, EVICTION_TIMEOUT_S)
+            unload = self._tasks.start(self._run_unload(replica, model))
+            return await asyncio.wait_for(asyncio.shield(unload), EVICTION_TIMEOUT_S)
         except asyncio.TimeoutError:
             return False
         except GatewayError as exc:
             log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
             return False
-        return True
+
+    async def _run_unload(self, replica: Replica, model: str) -> bool:
+        async with self._reconciler.try_lock_model(model) as is_granted:
+            if is_granted:
+                await self._loader.run(replica, ModelAction(model, False), INITIATOR)
+            return is_granted
 
     # Reports to the other gateways
 

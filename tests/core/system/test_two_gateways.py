@@ -105,8 +105,8 @@ def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
         clients = [client for client, _ in started]
         assert clients[0].post(UNLOAD).status_code == 200
         clients[1].post(LOAD)
-        for _, command in started:
-            command.wait_for("something else loads or unloads model late")
+        line = "something else loads or unloads model late"
+        wait_until(lambda: any(line in command.output for _, command in started))
 
 
 def test_error_of_a_load_is_reported_by_all_gateways_until_the_model_is_loaded(
