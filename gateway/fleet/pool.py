@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 # A replica that has answered no probe for this time is not responsive.
-UNRESPONSIVE_AFTER_S: Final = 3.5
+UNRESPONSIVE_AFTER_S: Final = 2.8
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 

@@ -87,6 +87,7 @@ class Reconciler:
         await self._state.refresh()
         self._pool.set_cordoned(self._state.cordoned)
         self._readiness.update()
+        self._forget_failures()
         with suppress(StateUnavailable):  # the store logs it
             await self._state.renew_presence()
             await self._forget_ended_replicas()
@@ -231,16 +232,19 @@ class Reconciler:
 
     # Replicas that leave or end
 
+    def _forget_failures(self) -> None:
+        """Forget the failures of replicas that are not reachable: they may return as new processes."""
+        replicas = self._pool.replicas.values()
+        reachable = {replica.name for replica in replicas if self._pool.is_reachable(replica)}
+        self._backoffs = {key: each for key, each in self._backoffs.items() if key[0] in reachable}
+        self._loader.uncontrollable_replicas &= reachable
+
     async def _forget_ended_replicas(self) -> None:
         """Forget what replicas confirmed whose process has ended, and all of those that left the fleet.
 
         Raises `StateUnavailable`.
         """
         replicas = {replica.name: replica for replica in self._pool.replicas.values()}
-        reachable = {name for name, each in replicas.items() if self._pool.is_reachable(each)}
-        # A replica may return as a new process, so earlier failures do not count.
-        self._backoffs = {key: each for key, each in self._backoffs.items() if key[0] in reachable}
-        self._loader.uncontrollable_replicas &= reachable
         for name, replica in replicas.items():
             exit_count = replica.exit_count
             if exit_count != self._exit_counts.setdefault(name, 0):

@@ -254,9 +254,12 @@ class Repository:
         async with self._lock_model(model) as before:
             if model in self.state.declared_models:
                 raise ModelDeclared(model)
-            if not await self._has_model(model):
+            has_model, steps = await asyncio.gather(  # each may wait for a replica that hangs
+                self._has_model(model),
+                self._ensemble_steps.read(self.state.merge_models(), max_age_s=0),
+            )
+            if not has_model:
                 return await self._unload_absent(report, before)
-            steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
             if dependents := self._find_dependents(model, steps):
                 raise ModelNeeded(model, dependents, is_visible)
             # Without the desired state, the next request loads an on-demand model again, and the reconciler

@@ -10,12 +10,10 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
 from typing import Final
-
-import anyio
 
 from gateway.callers import Right
 from gateway.capabilities.on_demand.held_models import HeldModels
@@ -55,7 +53,6 @@ log = logging.getLogger(__name__)
 INITIATOR: Final = "on_demand"
 RETRY_PAUSE_S: Final = 0.05  # while the models that hold the memory are in use
 RETRY_PAUSES: Final = 4  # times the duration of the search for places, which grows with the fleet
-RESUME_PAUSE_S: Final = 0.002
 MIN_REMAINING_S: Final = 0.001  # left to a request that waited until its deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
@@ -106,7 +103,6 @@ class SharedLoad:
     # Set while the load waits for room.
     place: asyncio.Future[Placement | NoPlacement | None] | None = None
     obstacle: NoPlacement | None = None  # why there was no room the last time
-    resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
 
 
 class ModelActivator:
@@ -135,8 +131,6 @@ class ModelActivator:
         self._failures: dict[str, Backoff] = {}
         self._load_times_s: dict[str, float] = {}
         self._wants_places = asyncio.Event()
-        # Model → the replica where room is made for it.
-        self._claimed: dict[str, str] = {}
         self._tasks = TaskSet()
         self.is_on_demand = held.is_on_demand
         self.matches = held.matches
@@ -197,24 +191,10 @@ class ModelActivator:
                 await asyncio.wait([load.task], timeout=remaining_s)
             if (obstacle := load.task.result()) is not None:
                 raise NoRoom(model, obstacle.holders)
-            with anyio.move_on_after(started_at + timeout_s - perf_counter()):
-                return await self._wait_for_turn(model, load)
-            raise self._build_timeout_error(model, load)
         except LoadFailed as exc:
             raise build_load_error(exc.model, exc.reason) from exc
         finally:
             load.waiters -= 1
-
-    async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
-        """Let requests through one by one: thousands at once would find the admission queue full."""
-        admission = self._usage.admission
-        async with load.resume_lock:
-            most_at_once = admission.max_waiting // 4
-            # An event would cost something for each request that ends.
-            while load.waiters > most_at_once and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
-                await asyncio.sleep(RESUME_PAUSE_S)
-            if load.waiters > most_at_once:
-                await asyncio.sleep(RESUME_PAUSE_S)  # the last one is admitted, or crowds the model
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):
@@ -262,8 +242,6 @@ class ModelActivator:
                 unreachable += 1
                 if unreachable == MAX_UNREACHABLE:
                     raise
-            finally:
-                self._claimed.pop(model, None)
             await asyncio.sleep(RETRY_PAUSE_S)
         return None
 
@@ -290,7 +268,6 @@ class ModelActivator:
                 log.info("loading model %s on %s on demand", model, replica.name)
                 loading = self._tasks.start(self._run_load(model, replica))
                 await self._wait_until_listed(model, replica, loading)
-            self._claimed.pop(model, None)
             await loading
         await self.held.update()
         self._usage.record_use(model)
@@ -366,10 +343,6 @@ class ModelActivator:
             load.obstacle = place
             if not place.is_final:
                 return
-        elif place is not None:
-            if place.replica in self._claimed.values():
-                return
-            self._claimed[model] = place.replica
         load.place.set_result(place)
 
     def _choose_place(self, model: str) -> Placement | NoPlacement | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +90,28 @@ def test_concurrent_loads_and_unloads_through_two_gateways_take_effect_in_turn(
             wait_for_model(gateways[0], "ready", desired == {"loaded"})
     assert statuses.keys() <= {(200, ""), (409, "CHANGE_IN_PROGRESS")}
     assert httpx.get(f"http://{triton.address}/v2/health/live").status_code == 200
+
+
+@pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
+def test_load_of_a_killed_gateway_is_finished_by_another_one(
+    triton: Triton, tmp_path: Path
+) -> None:
+    trouble = triton.repository / "late" / "trouble"
+    state = f"file://{tmp_path}/state.db"
+    with (
+        gateway(triton.options.url, state=state, **QUICK) as (killed, command),
+        gateway(triton.options.url, state=state, **QUICK) as (other, _),
+    ):
+        assert killed.post(UNLOAD).status_code == 200
+        trouble.write_text("hold")
+        location = killed.post(LOAD, headers={"Prefer": "respond-async"}).headers["location"]
+        wait_for_model(other, "replicas", {triton.address: "LOADING"})
+        assert other.get(location).json()["operation"] == "running"
+        os.kill(command.pid, signal.SIGKILL)
+        wait_until(lambda: other.get(location).json()["operation"] == "lost")
+        assert read_model(other)["behind"] == [triton.address]
+        trouble.unlink()
+        wait_until(lambda: read_model(other)["ready"] and "behind" not in read_model(other), 15)
 
 
 @pytest.mark.long
