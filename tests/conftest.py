@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
 import os
@@ -48,8 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+STDERR = pytest.StashKey[int]()
+GRACE_S = 60
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run a folder for temporary files, which every process of it inherits."""
+    config.stash[STDERR] = os.dup(2)  # which is not captured yet
     if not hasattr(config, "workerinput"):
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="triton-gateway-tests-")
         os.environ[RUN_VARIABLE] = os.environ["TMPDIR"]
@@ -86,6 +92,32 @@ def pytest_terminal_summary(
         terminalreporter.section("skipped")
         for line in summarize_skips(reasons):
             terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process, with the stacks of its threads, if the timeout of a test did not end it.
+
+    For example, a test that is left by an exception waits for its threads without a limit.
+    """
+    limit_test(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    limit_test(item)  # again: pytest ends the limit when a test fails
+    return (yield)
+
+
+def limit_test(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("timeout")
+    timeout_s = marker.args[0] if marker else float(item.config.getini("timeout"))
+    stderr = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True, file=stderr)
 
 
 # Fixtures that take long to start: all tests that use one run in the same process.

@@ -30,8 +30,8 @@ BUDGETS: Final = {
     "http_client": Budget(550),
     "routes": Budget(2600),
     "inference": Budget(500),
-    "capacity": Budget(950, is_enforced=True, reason="below the 1,100 that were asked for"),
-    "tensors": Budget(2600, is_enforced=True, reason="2,300 is the aim"),
+    "capacity": Budget(700),
+    "tensors": Budget(2300),
     "triton": Budget(1300),
     "telemetry": Budget(1250),
     "access": Budget(1050),
@@ -39,11 +39,7 @@ BUDGETS: Final = {
     "client": Budget(1900),
     "commands": Budget(2100),
     "doctor": Budget(380, is_enforced=True),
-    "config": Budget(
-        875,
-        is_enforced=True,
-        reason="a third describes the settings, and a file on a disk that hangs holds nothing",
-    ),
+    "config": Budget(720),
     "repository": Budget(1700),
     "repository/state": Budget(1300),
     "fleet": Budget(2100),
@@ -55,19 +51,11 @@ BUDGETS: Final = {
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(2700),
     "capabilities/identity": Budget(900),
-    "capabilities/samples": Budget(
-        430, is_enforced=True, reason="each kind of drop is counted, and gRPC has events as well"
-    ),
-    "capabilities/openai": Budget(
-        765,
-        is_enforced=True,
-        reason="the proxy for chat relays streams, and rankings have rules of their own",
-    ),
-    "capabilities/torchserve": Budget(
-        386, is_enforced=True, reason="the management paths of its clients' scripts stay"
-    ),
-    "capabilities/tf_serving": Budget(265, is_enforced=True),
-    "capabilities/page": Budget(264, is_enforced=True),
+    "capabilities/samples": Budget(380),
+    "capabilities/openai": Budget(650),
+    "capabilities/torchserve": Budget(350),
+    "capabilities/tf_serving": Budget(250),
+    "capabilities/page": Budget(240),
 }
 
 

@@ -110,7 +110,10 @@ async def decode_json(opened: OpenedRequest, body: bytes, parse: JsonParser) -> 
     place = choose_place(body, JSON_CODEC.media_type, signature)
     if len(body) > MAX_INLINE_ROWS_BYTES and not signature.supports_batching:
         place = Place.THREAD if place is Place.LOOP else place
-    inputs = await run_in_place(opened, place, decode_json_body, parse, body, signature)
+    content_type = opened.body.content_type  # whatever it is, the document is JSON
+    inputs = await run_in_place(
+        opened, place, decode_json_body, parse, body, content_type, signature
+    )
     if place is not Place.LOOP:
         charge_growth(opened, inputs)
     return inputs

@@ -21,6 +21,7 @@ from gateway.errors import (
     InputMismatch,
     MalformedRequest,
     ModelNotReady,
+    TooLarge,
     UnknownModel,
     UnsupportedBody,
 )
@@ -36,13 +37,7 @@ from gateway.services import Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
-from gateway.tensors.codecs import (
-    CODECS_BY_TYPE,
-    DEFAULT_CODEC,
-    JSON_CODEC,
-    parse_body_type,
-    to_utf8_json,
-)
+from gateway.tensors.codecs import CODECS_BY_TYPE, DEFAULT_CODEC, JSON_CODEC, parse_body_type
 from gateway.tensors.inputs import Body, InferInputs, check_row_count
 from gateway.tensors.multipart import Form
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
@@ -164,21 +159,17 @@ async def receive_body(opened: OpenedRequest, recognize: Recognize = recognize_b
     if body_type.media_type in GENERIC_TYPES:
         received = await receive_bytes(opened)
         body.content_type = recognize(received, content_type, opened.signature)
-        if body.content_type != JSON:
-            return received
-        more_factor = JSON_CODEC.memory_factor - DEFAULT_CODEC.memory_factor
-        opened.charge.add(more_factor * len(received))
-        return to_utf8_json(received, body_type.parameters)
+        if body.content_type == JSON:
+            more_factor = JSON_CODEC.memory_factor - DEFAULT_CODEC.memory_factor
+            opened.charge.add(more_factor * len(received))
+        return received
     if body_type.codec is None:
         if not opened.signature.takes_any_file or body_type.media_type.startswith("multipart/"):
             raise UnsupportedBody(content_type, CODECS_BY_TYPE)
         body.content_type = OCTET_STREAM  # the value of an input, such as audio
     elif body_type.media_type == MULTIPART:
         return await receive_form(opened)
-    received = await receive_bytes(opened)
-    if body_type.codec is JSON_CODEC:
-        return to_utf8_json(received, body_type.parameters)
-    return received
+    return await receive_bytes(opened)
 
 
 async def receive_form(opened: OpenedRequest) -> Form:
@@ -192,12 +183,6 @@ async def receive_bytes(opened: OpenedRequest) -> bytes:
     is_received = await opened.body.receive_start(max_bytes)
     reading = opened.body.read(max_bytes, opened.charge)
     return await (reading if is_received else opened.deadline.limit(reading))
-
-
-async def receive_json(opened: OpenedRequest) -> bytes:
-    """Receive the JSON document of another API, whatever type it was sent with; return it as UTF-8."""
-    received = await receive_bytes(opened)
-    return to_utf8_json(received, parse_body_type(opened.body.content_type).parameters)
 
 
 async def admit(opened: OpenedRequest) -> Slot:
@@ -271,7 +256,7 @@ def check_parameter_names(parameters: Iterable[str]) -> None:
 async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest) -> InferResult:
     """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
     if request.inputs.exceeds(opened.signature.max_batch_size):
-        await count_rows(opened, request.inputs.batch_size)
+        await count_rows(opened, request.inputs.batch_size, len(request.inputs.items))
     result = await opened.services.inference.infer(request)
     opened.charge.change_kind("response")
     opened.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
@@ -305,10 +290,18 @@ async def run_inferences(
     return await run_together(map(infer_one, inputs_list))
 
 
-async def count_rows(opened: OpenedRequest, rows: int) -> None:
-    """Count the inferences of a request that is several as requests of its key."""
-    check_row_count(opened.signature, rows, opened.services.payload_limits)
-    inferences = opened.signature.count_inferences(rows)
+async def count_rows(opened: OpenedRequest, rows: int, files: int = 0) -> None:
+    """Count the inferences of a request that is several as requests of its key.
+
+    Each of the files of different lengths is one.
+    """
+    limits = opened.services.payload_limits
+    check_row_count(opened.signature, rows, limits)
+    if files > limits.max_inferences:
+        raise TooLarge(
+            f"a request can have at most {limits.max_inferences} files of different lengths; got {files}"
+        )
+    inferences = files or opened.signature.count_inferences(rows)
     await opened.services.limiter.admit_inferences(opened.info, inferences)
 
 

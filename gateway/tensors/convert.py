@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import orjson
 
-from gateway.errors import InputMismatch
+from gateway.errors import InputMismatch, TooLarge
 from gateway.media_types import NPY, TEXT
 from gateway.messages import join_names, quote_text
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
@@ -25,6 +25,8 @@ from gateway.tensors.npy import MAX_DIMENSIONS, NPY_MAGIC, read_npy
 from gateway.tensors.payload import Part, PayloadLimits
 from gateway.tensors.signature import ImageSpec, PixelScale, Signature, TensorSpec
 
+# Opening a file takes time even if the file is small.
+MAX_FILES = 4096
 # 16 bits have this many values for each of 8 bits: 65535 is 255.
 PER_8_BIT_VALUE = 257
 # As responses have them. They are no tokens of JSON.
@@ -105,6 +107,10 @@ def build_file_decoder(
     files: Sequence[bytes], tensor: TensorSpec, limits: PayloadLimits
 ) -> Callable[[bytes], np.ndarray]:
     """Return what decodes each of the files of an input. Raises the errors of `decode_files`."""
+    if len(files) > MAX_FILES:
+        raise TooLarge(
+            f"input {quote_text(tensor.name)} accepts at most {MAX_FILES} files per request; got {len(files)}"
+        )
     if tensor.takes_file_bytes or not files:
         return partial(np.frombuffer, dtype=tensor.datatype.numpy_dtype)
     if tensor.image_spec is None:

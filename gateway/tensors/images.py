@@ -35,12 +35,11 @@ SCANS_PER_PASS: Final = 4
 # A real file has a few dozen segments, and its data in chunks of 8 KiB or more. Each takes three reads.
 MAX_READS: Final = 4096
 MIN_READ_BYTES: Final = 1024
-# Opening an image takes time even if the image is small.
-MAX_IMAGES: Final = 4096
 # Pillow keeps 16 bits of grey images only. Of coloured ones it unpacks the upper or the lower byte.
 SIXTEEN_BIT_MODES: Final = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 LOWER_BYTES: Final = {"RGB;16B": "RGB;16L", "RGBA;16B": "RGBA;16L"}
 MAX_16_BIT: Final = (1 << 16) - 1
+COST_OF_16_BITS: Final = 4  # beside 8 bits: more passes, and more memory
 PNG_BIT_DEPTH_POSITION: Final = 24
 LUMA_WEIGHTS: Final = (0.299, 0.587, 0.114)  # as in Pillow's conversion to grey
 # From this EXIF orientation on, width and height are swapped.
@@ -103,10 +102,6 @@ class ImageReader:
         Raises `TooLarge` or `BadImage`.
         """
         count = len(files)
-        if count > MAX_IMAGES:
-            raise TooLarge(
-                f"input {self._input} accepts at most {MAX_IMAGES} images per request; got {count}"
-            )
         if count == 1:
             return
         if min(self.spec.height, self.spec.width) > 0:
@@ -184,6 +179,8 @@ class ImageReader:
     def _add_cost(self, image: Image.Image, data: bytes) -> None:
         """Raise `CostlyImages` if the images may take too long. Scans of a JPEG count as well."""
         pixels = image.width * image.height
+        if self.spec.keeps_depth and has_16_bits(image, data):
+            pixels *= COST_OF_16_BITS
         self._cost_pixels += pixels + pixels * (count_scans(image, data) - 1) // SCANS_PER_PASS
         if self._cost_pixels > self._limits.max_cost_pixels:
             raise CostlyImages

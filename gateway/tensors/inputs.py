@@ -12,7 +12,7 @@ import numpy as np
 
 from gateway.errors import InputMismatch, TooLarge
 from gateway.messages import join_names, quote_text
-from gateway.tensors.codecs import parse_body_type
+from gateway.tensors.codecs import JSON_CODEC, parse_body_type, to_utf8_json
 from gateway.tensors.convert import (
     decode_files,
     describe_inputs,
@@ -77,6 +77,8 @@ def read_payload(body: Body, content_type: str, limits: PayloadLimits) -> Payloa
         return body.build_payload(limits)
     body_type = parse_body_type(content_type)
     codec = body_type.codec
+    if codec is JSON_CODEC:
+        body = to_utf8_json(body, body_type.parameters)
     if codec is not None and codec.read_payload is not None:
         return codec.read_payload(body, limits)
     return Payload({"": [Part(body_type.read_value(body), body_type.media_type)]})
@@ -221,11 +223,12 @@ def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> N
 
 
 def decode_json_body(
-    parse: JsonParser, body: bytes, signature: Signature, limits: PayloadLimits
+    parse: JsonParser, body: bytes, content_type: str, signature: Signature, limits: PayloadLimits
 ) -> list[InferInputs]:
     """Return the input tensors of each inference of a JSON body.
 
     Raises `TooLarge`, and the errors of `parse` and `to_inputs`.
     """
+    body = to_utf8_json(body, parse_body_type(content_type).parameters)
     check_json_memory(body, limits)
     return [to_inputs(payload, signature, limits) for payload in parse(body, signature, limits)]

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 # Triton's errors repeat text of the client, so the searched length is bounded.
 MAX_ERROR_CHARS = 2048
 MAX_LOGGED_BYTES = 16_384
+NO_OBJECT: Final = "non-object"  # of Triton's message for a JSON body that is a list or a value
+NO_OBJECT_HINT: Final = '; send an object with the inputs by name, as in {"NAME": "text"}'
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
 MAX_ERROR_EVENT_BYTES: Final = 64 << 10
 # The size of a repository's index, and of a model's metadata.
@@ -190,7 +192,9 @@ ERROR_RULES = (
         r"Unable to find 'inputs'|failed to get request params|attempt to (?:access|get members)|"
         r"invalid argument for --|"  # a log setting; Triton's status is 503
         r"parameter key '.{0,300}' was not found in the JSON",  # a name with a NUL
-        lambda text, _: MalformedRequest(f"Triton cannot read the request: {text}"),
+        lambda text, _: MalformedRequest(
+            f"Triton cannot read the request: {text}{NO_OBJECT_HINT if NO_OBJECT in text else ''}"
+        ),
     ),
     ErrorRule(CONTROL_MODE_MESSAGE.pattern, lambda *_: ModelControlModeConflict()),
     ErrorRule(

@@ -42,7 +42,7 @@ from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.error_responses import serialize_openai_error
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope, measure_upstream_time
-from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC
+from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, parse_body_type, to_utf8_json
 from gateway.tensors.json_body import parse_large_json
 from gateway.tensors.outputs import EncodedBody, InferResult
 from gateway.tensors.payload import Payload, PayloadLimits
@@ -140,6 +140,7 @@ async def receive_json(
     limits = services.payload_limits
     charge = services.get_charge(request.scope["request_info"])
     data = await deadline.limit(body.read(limits.max_bytes, charge))
+    parse = partial(parse_document, parse, body.content_type)
     if len(data) <= JSON_CODEC.max_inline_bytes:
         return ReceivedDocument(parse(data), deadline)
     decoders = services.decode_executor
@@ -148,6 +149,11 @@ async def receive_json(
     else:
         work = decoders.run_in_process(parse_large_json, parse, data, limits)
     return ReceivedDocument(await deadline.limit(work), deadline)
+
+
+def parse_document(parse: Callable[[bytes], T], content_type: str, data: bytes) -> T:
+    """Parse a body in the charset of its type, which a process can do."""
+    return parse(to_utf8_json(data, parse_body_type(content_type).parameters))
 
 
 # Completions.

@@ -100,7 +100,7 @@ async def predict(
 ) -> Response:
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
     opened = await pipeline.open_request(request, services, model, version)
-    body = await pipeline.receive_json(opened)
+    body = await pipeline.receive_bytes(opened)
     with await pipeline.admit(opened) as slot:
         inputs = await decode_json(opened, body, parse_predict_body)
         del body  # its memory is free while the model runs

@@ -13,9 +13,8 @@ from typing import Final
 FILE_MODE: Final = 0o600
 IN_MEMORY: Final = ":memory:"
 OPEN_RETRY_S: Final = 0.01
-WRITE: Final = (
-    "BEGIN IMMEDIATE"  # a deferred transaction that becomes a write fails while another one writes
-)
+# A deferred transaction that becomes a write fails while another one writes.
+WRITE: Final = "BEGIN IMMEDIATE"
 READ: Final = "BEGIN"
 
 

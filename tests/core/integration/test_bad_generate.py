@@ -25,12 +25,12 @@ DOES_NOT_FIT = (400, "DOES_NOT_FIT_MODEL")
 FAULT = (500, "MODEL_FAULT")
 # The model and the body, the status and code, and words of the message.
 ROWS = (
-    ("text", "[]", MALFORMED, "attempt to get members for non-object"),
-    ("text", '["a"]', MALFORMED, "attempt to get members for non-object"),
-    ("text", '"x"', MALFORMED, "attempt to get members for non-object"),
-    ("text", "1", MALFORMED, "attempt to get members for non-object"),
-    ("text", "true", MALFORMED, "attempt to get members for non-object"),
-    ("text", "null", MALFORMED, "attempt to get members for non-object"),
+    ("text", "[]", MALFORMED, "non-object; send an object with the inputs by name"),
+    ("text", '["a"]', MALFORMED, "non-object; send an object with the inputs by name"),
+    ("text", '"x"', MALFORMED, "non-object; send an object with the inputs by name"),
+    ("text", "1", MALFORMED, "non-object; send an object with the inputs by name"),
+    ("text", "true", MALFORMED, "non-object; send an object with the inputs by name"),
+    ("text", "null", MALFORMED, "non-object; send an object with the inputs by name"),
     ("text", "", MALFORMED, "The document is empty"),
     ("text", "{", MALFORMED, "Missing a name"),
     ("text", "{'X': 'a'}", MALFORMED, "Missing a name"),

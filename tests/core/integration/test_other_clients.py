@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import struct
 import zlib
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ JSON = "application/json"
 MISMATCH = 422, "DOES_NOT_FIT_MODEL"
 UNSUPPORTED = 415, "UNSUPPORTED_BODY"
 MALFORMED = 400, "MALFORMED_REQUEST"
+LONG = json.dumps({"inputs": "한" * 200_000}, ensure_ascii=False)  # a process decodes it
 PIXELS = np.arange(72, dtype=np.uint8).reshape(6, 4, 3)
 ARRAY = np.array([[0.5, 1.5]], np.float32)
 
@@ -99,6 +101,7 @@ def test_type_that_says_what_a_body_is_is_believed(zoo: Zoo, subtests: pytest.Su
         ("single_BYTES", f"{JSON}; charset=iso-8859-1", latin, "é"),
         ("single_BYTES", f"{JSON}; charset=UTF-16LE", '{"inputs": "é"}'.encode("utf-16-le"), "é"),
         ("single_BYTES", f"{JSON}; charset=utf-8", MARKED + b'{"inputs": "a"}', "a"),
+        ("single_BYTES", f"{JSON}; charset=gb18030", LONG.encode("gb18030"), "한" * 200_000),
         ("single_BYTES", "text/plain", b'{"inputs": "a"}', '{"inputs": "a"}'),
         ("single_BYTES", "text/plain", MARKED + b"a", "\ufeffa"),
         ("single_BYTES", "audio/wav", b"RIFF\xff\0\0\0WAVE", b64(b"RIFF\xff\0\0\0WAVE")),
@@ -111,6 +114,18 @@ def test_type_that_says_what_a_body_is_is_believed(zoo: Zoo, subtests: pytest.Su
     ):
         with subtests.test(f"{content_type} {body[:20]!r}"):
             assert zoo.outputs(post(zoo, model, content_type, body))["Y"] == value
+
+
+def test_json_of_other_apis_is_read_in_its_charset(zoo: Zoo) -> None:
+    headers = {"Content-Type": f"{JSON}; charset=utf-16"}
+    rows = '{"instances": ["é"]}'.encode("utf-16")
+    predicted = zoo.post("single_BYTES", ":predict", content=rows, headers=headers)
+    assert predicted.json() == {"predictions": ["é"]}
+    zoo.load("vectors")
+    headers = {"Content-Type": f"{JSON}; charset=latin-1"}
+    texts = '{"model": "vectors", "input": "éé"}'.encode("latin-1")
+    found = zoo.client.post("/v1/embeddings", content=texts, headers=headers).json()
+    assert found["data"][0]["embedding"] == [-5, -6, -7, -8]
 
 
 def test_body_that_nothing_explains_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
@@ -258,6 +273,9 @@ def test_files_of_different_lengths_are_one_inference_each(zoo: Zoo) -> None:
     assert zoo.outputs(zoo.infer("file_lengths", listed)) == {"Y": lengths}
     rows = zoo.post("file_lengths", ":predict", json={"instances": listed})
     assert rows.json() == {"predictions": lengths}
+    most = [b64(bytes(number % 2 + 1)) for number in range(2049)]
+    refused = zoo.infer("file_lengths", most)
+    assert_error(refused, 413, "TOO_LARGE", "at most 2048 files of different lengths; got 2049")
     dry_run = zoo.post("file_lengths", "/infer?dry_run=true", files=files).json()["inputs"]
     assert [each["shape"] for each in dry_run] == [[1, length] for length in lengths]
 

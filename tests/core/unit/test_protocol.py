@@ -1115,6 +1115,7 @@ def test_invalid_body_of_a_waiting_request_closes_connection_before_it(stage: St
     with stage.client() as client:
         client.say(GET + GET + BROKEN_CHUNKS + b"zz\r\n")
         assert begins(work)
+        stage.settle()
         stage.let(work.may_end)
         assert [client.answer().header(b"connection") for _ in range(2)] == [b"", b"close"]
         assert client.rest() == b""

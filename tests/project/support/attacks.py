@@ -566,6 +566,17 @@ def text_attacks() -> Iterator[tuple[str, Attack]]:
         ),
     )
     yield (
+        "a JSON of GB 18030",
+        refused(
+            text(
+                "application/json; charset=gb18030",
+                lambda: b'{"inputs": "' + "한".encode("gb18030") * (12 * MIB) + b'"}',
+            ),
+            with_="200 413",
+            memory_mib=400,
+        ),
+    )
+    yield (
         "gzip and deflate that decompress to 256 MiB",
         refused(
             text(TEXT, partial(gzip_bomb, 256), GZIP),

@@ -24,7 +24,7 @@ from gateway.capabilities.uploads.model_files.received_body import parse_sha256_
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.headers import parse_accept, parse_content_type
-from gateway.media_types import MULTIPART
+from gateway.media_types import JSON, MULTIPART
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
 from gateway.tensors.images import ImageReader
@@ -67,7 +67,7 @@ def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
 
 
 def json_as(kind: str, parse: JsonParser) -> Callable[[bytes], object]:
-    return lambda data: decode_json_body(parse, data, MODELS[kind], LIMITS)
+    return lambda data: decode_json_body(parse, data, JSON, MODELS[kind], LIMITS)
 
 
 def read_image(data: bytes) -> object:

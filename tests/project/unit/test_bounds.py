@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -22,6 +23,7 @@ from gateway.tensors.inputs import InferInputs, check_row_count, to_inputs
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
 from tests.support.hostile_files import jpeg_of_scans, png
+from tests.support.images import encoded
 
 
 def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
@@ -41,8 +43,15 @@ def test_images_of_a_request_and_their_pixels_are_limited() -> None:
     for images in ([png()] * 3, [jpeg_of_scans(64)]):  # the scans of a JPEG count as well
         with pytest.raises(CostlyImages):
             convert(images, "FP32", [-1, 8, 8, 3], max_cost_pixels=2 * 256)
-    with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
+    with pytest.raises(TooLarge, match="accepts at most 4096 files per request; got 4097"):
         convert([png(1, 1)] * 4097, "FP32", [-1, 1, 1, 3])
+    with pytest.raises(TooLarge, match="accepts at most 4096 files per request; got 4097"):
+        convert([b"a"] * 4097, "UINT8", [-1, -1])
+    grey_of_16_bits = encoded(np.zeros((16, 16), np.uint16))
+    for datatype, cost in (("UINT8", 256), ("UINT16", 4 * 256)):
+        convert([grey_of_16_bits], datatype, [-1, -1, -1, 1], max_cost_pixels=cost)
+        with pytest.raises(CostlyImages):
+            convert([grey_of_16_bits], datatype, [-1, -1, -1, 1], max_cost_pixels=cost - 1)
 
 
 def text_model(dims: list[int], max_batch_size: int) -> Signature:
