@@ -58,6 +58,7 @@ MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
 REPORT_INTERVAL_S: Final = 0.5
 REVIEW_INTERVAL_S: Final = 0.5
+FACTS_INTERVAL_S: Final = 0.1
 RECENT_USE_S: Final = (
     30.0  # a model that was used lately is loaded again when its replica has ended
 )
@@ -97,11 +98,12 @@ class NoRoom(Unavailable):
 class SharedLoad:
     """A load that all requests of a model wait for."""
 
-    task: asyncio.Task[NoPlacement | None]
+    model: str
     started_at: float
+    result: asyncio.Future[NoPlacement | None]  # None when the model may be ready
     waiters: int = 0
-    # Set while the load waits for room.
-    place: asyncio.Future[Placement | NoPlacement | None] | None = None
+    attempt: asyncio.Task[None] | None = None
+    unreachable: int = 0  # attempts on replicas that were not reached
     obstacle: NoPlacement | None = None  # why there was no room the last time
 
 
@@ -130,13 +132,18 @@ class ModelActivator:
         self._loads: dict[str, SharedLoad] = {}  # in the order of their first requests
         self._failures: dict[str, Backoff] = {}
         self._load_times_s: dict[str, float] = {}
-        self._wants_places = asyncio.Event()
+        self._has_loads = asyncio.Event()
         self._tasks = TaskSet()
         self.is_on_demand = held.is_on_demand
         self.matches = held.matches
 
     async def __aenter__(self) -> ModelActivator:
-        for step in (self._give_places, self._report_usage, self._review_models):
+        for step in (
+            self._advance_loads,
+            self._update_facts,
+            self._report_usage,
+            self._review_models,
+        ):
             self._tasks.start(repeat(INITIATOR, step))
         return self
 
@@ -181,15 +188,15 @@ class ModelActivator:
         load = self._loads.get(model) or self._start_load(model)
         load.waiters += 1
         try:
-            while not load.task.done():
+            while not load.result.done():
                 # The whole timeout applies to a load, the shorter one as long as there is no replica.
                 hold_s = min(timeout_s, self._settings.hold_s)
                 limit_s = timeout_s if self._is_loadable(model) else hold_s
                 remaining_s = started_at + limit_s - perf_counter()
                 if remaining_s <= 0:
                     raise self._build_timeout_error(model, load)
-                await asyncio.wait([load.task], timeout=remaining_s)
-            if (obstacle := load.task.result()) is not None:
+                await asyncio.wait([load.result], timeout=remaining_s)
+            if (obstacle := load.result.result()) is not None:
                 raise NoRoom(model, obstacle.holders)
         except LoadFailed as exc:
             raise build_load_error(exc.model, exc.reason) from exc
@@ -208,73 +215,96 @@ class ModelActivator:
     # Loads
 
     def _start_load(self, model: str) -> SharedLoad:
-        task = self._tasks.start(self._load(model))
-        load = self._loads[model] = SharedLoad(task, perf_counter())
-        task.add_done_callback(lambda task: self._finish_load(model, task))
+        result = asyncio.get_running_loop().create_future()
+        load = self._loads[model] = SharedLoad(model, perf_counter(), result)
+        self._has_loads.set()
         return load
 
-    def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
-        self._loads.pop(model).obstacle = None
-        if not task.cancelled():
-            task.exception()  # the requests that waited may have gone
+    async def _advance_loads(self) -> None:
+        """Begin loads for which there is room, in the order of their first requests.
 
-    async def _load(self, model: str) -> NoPlacement | None:
-        """Wait for a replica and load the model, or return why there is no room for it."""
-        current_request_info.set(None)  # the load serves all requests, not only the first
-        load = self._loads[model]
-        unreachable = 0
-        while not self._pool.is_served(model) and load.waiters:
-            if not self.can_activate(model):
-                return None  # Triton's error tells why
-            if not self._pool.has_live_replica:
-                await self._pool.look_up_replicas()
-                continue
-            await self._begin_demand(model)
-            place = await self._wait_for_place(load)
-            if isinstance(place, NoPlacement):
-                return place
-            try:
-                if place is not None and await self._load_at(model, place.replica):
-                    continue
-            except ModelControlModeConflict:
-                continue  # this replica is not chosen again
-            except (RequestNotSent, BadUpstream):
-                unreachable += 1
-                if unreachable == MAX_UNREACHABLE:
-                    raise
-            await asyncio.sleep(RETRY_PAUSE_S)
-        return None
+        A load for which there is no room yet does not hold up those behind it.
+        """
+        await self._has_loads.wait()
+        started_at = perf_counter()
+        for load in list(self._loads.values()):
+            if load.attempt is None:
+                self._advance(load)
+            await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
+        if not self._pool.has_live_replica:
+            await self._pool.look_up_replicas()
+        await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
+        if not self._loads:
+            self._has_loads.clear()
 
-    async def _begin_demand(self, model: str) -> None:
-        if self._is_loadable(model):  # otherwise the reconciler loads it on a new replica
-            await self._state.begin_demand(model)
+    def _advance(self, load: SharedLoad) -> None:
+        model = load.model
+        if self._pool.is_served(model) or not (load.waiters and self.can_activate(model)):
+            self._finish(load, None)  # Triton's error tells why it is not ready
+        elif self._is_loadable(model):  # otherwise the reconciler loads it on a new replica
+            place = self._choose_place(model)
+            if isinstance(place, Placement):
+                load.obstacle = None
+                load.attempt = self._tasks.start(self._attempt(load, place.replica))
+            elif place is not None:
+                load.obstacle = place
+                if place.is_final:
+                    self._finish(load, place)
 
-    async def _load_at(self, model: str, replica_name: str) -> bool:
-        """Make room on the replica and load the model, unless another gateway does. Return whether it ended.
+    def _finish(self, load: SharedLoad, result: NoPlacement | GatewayError | None) -> None:
+        self._loads.pop(load.model)
+        if isinstance(result, GatewayError):
+            load.result.set_exception(result)
+            load.result.exception()  # the requests that waited may have gone
+        else:
+            load.result.set_result(result)
+
+    async def _attempt(self, load: SharedLoad, replica_name: str) -> None:
+        try:
+            await self._load_at(load.model, replica_name)
+        except ModelControlModeConflict:
+            pass  # this replica is not chosen again
+        except (RequestNotSent, BadUpstream) as exc:
+            load.unreachable += 1
+            if load.unreachable == MAX_UNREACHABLE:
+                self._finish(load, exc)
+        except GatewayError as exc:
+            self._finish(load, exc)
+        else:
+            if self._pool.is_served(load.model):
+                self._finish(load, None)
+        finally:
+            load.attempt = None
+
+    async def _update_facts(self) -> None:
+        """Read the configs of models that became ready: an unknown one is not evicted."""
+        if self.held.is_enabled:
+            await self.held.update()
+        await asyncio.sleep(FACTS_INTERVAL_S)
+
+    async def _load_at(self, model: str, replica_name: str) -> None:
+        """Make room on the replica and load the model, unless another gateway does.
 
         Raises the `GatewayError` of a failed load.
         """
         started_at = perf_counter()
         async with self._reconciler.try_lock_model(model) as has_model:
-            if self._pool.is_served(model) or not self._is_loadable(model):
-                return True  # an administrator loaded or unloaded it
             replica = self._pool.find_replica(replica_name)
-            if replica is None or not has_model:
-                return False
+            if replica is None or not has_model or not self._is_loadable(model):
+                return
+            await self._state.begin_demand(model)
             # Of gateways that share a state, one at a time decides what a replica holds.
             async with self._state.lease(f"replica:{replica.name}") as has_replica:
                 if not has_replica or not await self._make_room(model, replica):
-                    return False
+                    return
                 log.info("loading model %s on %s on demand", model, replica.name)
                 loading = self._tasks.start(self._run_load(model, replica))
                 await self._wait_until_listed(model, replica, loading)
             await loading
-        await self.held.update()
         self._usage.record_use(model)
         self._failures.pop(model, None)
         duration_s = self._load_times_s[model] = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
-        return True
 
     async def _run_load(self, model: str, replica: Replica) -> None:
         try:
@@ -307,43 +337,6 @@ class ModelActivator:
         return error
 
     # Room for a load
-
-    async def _wait_for_place(self, load: SharedLoad) -> Placement | NoPlacement | None:
-        """Return a place for the load, or why there will be none.
-
-        None while the model or the replicas are changing.
-        """
-        load.place = asyncio.get_running_loop().create_future()
-        self._wants_places.set()
-        try:
-            return await load.place
-        finally:
-            load.place = None
-
-    async def _give_places(self) -> None:
-        """Give room to the loads that wait for it, in the order of their first requests.
-
-        A load for which there is no room yet does not hold up those behind it.
-        """
-        await self._wants_places.wait()
-        await self.held.update()
-        started_at = perf_counter()
-        for model, load in list(self._loads.items()):
-            self._give_place(model, load)
-            await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
-        await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
-        if all(load.place is None for load in self._loads.values()):
-            self._wants_places.clear()
-
-    def _give_place(self, model: str, load: SharedLoad) -> None:
-        if load.place is None or load.place.done():
-            return
-        place = self._choose_place(model) if load.waiters else None
-        if isinstance(place, NoPlacement):
-            load.obstacle = place
-            if not place.is_final:
-                return
-        load.place.set_result(place)
 
     def _choose_place(self, model: str) -> Placement | NoPlacement | None:
         """Return the place for the model; None while it is being loaded, or no replica can load it."""
@@ -397,7 +390,6 @@ class ModelActivator:
         await asyncio.sleep(REVIEW_INTERVAL_S)
         if not self.held.is_enabled or not await self._state.renew_lease(LEASE_NAME):
             return
-        await self.held.update()
         if self._settings.idle_unload_s:
             await asyncio.gather(*map(self._unload_idle_models_of, self._list_replicas()))
         for model in self._state.demanded_models:
