@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 from weakref import WeakValueDictionary
@@ -91,9 +92,8 @@ class Reconciler:
         with suppress(StateUnavailable):  # the store logs it
             await self._state.renew_presence()
             await self._forget_ended_replicas()
-        for model in {action.model for action in await self._plan(self._state.merge_models())}:
-            if not self.is_locked(model):
-                self._tasks.start(self._reconcile_model(model))
+        for model in self._choose_models(await self._plan(self._state.merge_models())):
+            self._tasks.start(self._reconcile_model(model))
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         pause_s = RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S
         self._seen_changes = await self._pool.changes.wait(self._seen_changes, pause_s)
@@ -192,6 +192,16 @@ class Reconciler:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 actions = {at: task for at, task in actions.items() if not task.done()}
+
+    def _choose_models(self, actions: Iterable[ModelAction]) -> set[str]:
+        """Return the models of which an action can start now."""
+        models = set()
+        counts = Counter(replica for replica, _ in self._running)
+        for action in actions:
+            if counts[action.replica] < MAX_PARALLEL_ACTIONS and not self.is_locked(action.model):
+                counts[action.replica] += 1
+                models.add(action.model)
+        return models
 
     async def _plan_model(self, model: str) -> list[ModelAction]:
         desired = self._state.merge_model(model)

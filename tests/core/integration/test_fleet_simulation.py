@@ -706,6 +706,17 @@ async def test_declared_models_are_loaded_where_they_are_missing(tmp_path: Path)
             await skip_until(lambda: fakes[1].models["a"])
 
 
+async def test_replica_loads_two_models_at_a_time(tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d"]
+    file = declaring(tmp_path / "models.yaml", f"models: [{', '.join(names)}]")
+    async with simulated_replicas(2, names, load_s=NEVER_S) as fakes:
+        fakes[0].models = dict.fromkeys(names, False)
+        async with over(fakes) as pool, managing(pool, file):
+            await wait_until_async(lambda: fakes[0].requests["load"] == 2)
+            await several_probes(fakes[0], 1)
+            assert [fake.requests["load"] for fake in fakes] == [2, 0]
+
+
 @pytest.mark.fault("a misspelled or slow model is added to the models file")
 @with_skips
 async def test_model_declared_at_runtime_is_missing_and_takes_no_gateway_out_of_service(
