@@ -14,10 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 from weakref import WeakValueDictionary
 
-from gateway.errors import ChangeInProgress, GatewayError, StateUnavailable
+from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.messages import join_names
 from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.loader import ModelLoader
 from gateway.repository.plan import (
@@ -77,6 +76,7 @@ class Reconciler:
             str, int
         ] = {}  # of replicas that were seen, as far as they are forgotten
         self._absent_since: dict[str, float] = {}  # replicas that have stored state
+        state.find_loading_replicas = self._find_loading_replicas
 
     async def run(self) -> None:
         try:
@@ -106,8 +106,6 @@ class Reconciler:
         try:
             async with self._find_lock(model), self._state.lock_model(model):
                 yield
-        except ChangeInProgress:
-            raise ChangeInProgress(model, self.describe_change(model)) from None
         finally:
             self._pool.changes.notify()
 
@@ -121,13 +119,16 @@ class Reconciler:
         async with lock, self._state.lease(f"model:{model}") as is_granted:
             yield is_granted
 
-    def describe_change(self, model: str) -> str:
-        """Return what a change of the model may wait for."""
-        replicas = self._pool.replicas.values()
-        loading = [replica.name for replica in replicas if replica.index.is_loading(model)]
-        if loading:
-            return f"a load on {join_names(sorted(loading))} is in progress"
-        return self._state.describe_change(model)
+    def _find_loading_replicas(self, model: str) -> list[str]:
+        """Return the replicas that load the model, by their indexes, or have confirmed no load of it."""
+        desired = self._state.merge_model(model)
+        is_awaited = desired is not None and desired.is_loaded and desired.generation
+        return sorted(
+            replica.name
+            for replica in self._pool.replicas.values()
+            if replica.index.is_loading(model)
+            or (is_awaited and model not in self._state.confirmed.get(replica.name, {}))
+        )
 
     def is_locked(self, model: str) -> bool:
         lock = self._locks.get(model)

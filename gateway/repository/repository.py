@@ -175,7 +175,7 @@ class Repository:
                 while await self._is_loading(model):  # noqa: ASYNC110 - the indexes tell the end
                     await asyncio.sleep(ACTION_POLL_S)
             if wait.cancelled_caught:
-                raise ChangeInProgress(model, self.reconciler.describe_change(model))
+                raise ChangeInProgress(model, self.state.describe_change(model))
             yield
 
     async def _is_loading(self, model: str) -> bool:
@@ -332,7 +332,7 @@ class Repository:
         revision = 0 if expected is None else expected.revision
         if not await self.state.set_desired_model(model, desired, revision):
             await self.state.refresh()
-            raise ChangeInProgress(model, self.reconciler.describe_change(model))
+            raise ChangeInProgress(model, self.state.describe_change(model))
         return self.state.get_stored_model(model)
 
     async def _conclude(

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from gateway.errors import ChangeInProgress, StateUnavailable
-from gateway.messages import describe_difference, quote_text
+from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.plan import find_ignored_models, merge_declared_models
@@ -80,6 +80,7 @@ class SharedState:
         self.desired_models: Mapping[str, DesiredModel] = {}  # by the API
         self.confirmed: Confirmed = {}
         self.refresh_listeners: list[Callable[[], None]] = []
+        self.find_loading_replicas: Callable[[str], list[str]] = lambda _: []
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
@@ -259,6 +260,9 @@ class SharedState:
             yield
 
     def describe_change(self, model: str) -> str:
+        """Return what a change of the model waits for, or may wait for."""
+        if replicas := self.find_loading_replicas(model):
+            return f"a load on {join_names(replicas)} is in progress"
         desired = self.desired_models.get(model)
         if desired is not None and not desired.is_loaded:
             return "it is being unloaded, or was unloaded meanwhile"
