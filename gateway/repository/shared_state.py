@@ -314,8 +314,9 @@ class SharedState:
     async def _forget_unrecorded(self) -> None:
         """Delete what the store has of loads that ended while it was not available: they are unknown."""
         for keys in list(self._unrecorded):
-            await self.store.write(CONFIRMED, keys, None)
-            del self._unrecorded[keys]
+            if keys in self._unrecorded:  # another task may have recorded it meanwhile
+                await self.store.write(CONFIRMED, keys, None)
+                self._unrecorded.pop(keys, None)
 
     async def forget_replica(self, replica: str) -> None:
         """Delete what a replica confirmed, because its process has ended. Raises `StateUnavailable`."""
