@@ -656,6 +656,36 @@ async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_
         assert repository.state.desired_models["m"].is_loaded
 
 
+@with_skips
+async def test_replica_that_is_lost_during_a_refused_load_gets_the_former_one_again() -> None:
+    """It may have the parameters of the refused load."""
+    async with (
+        simulated_replicas(2) as (lost, refusing),
+        over((lost, refusing), 0.1) as pool,
+        managing(pool) as repository,
+    ):
+        await repository.load("m", {"unload_dependents": True})  # any parameter
+        lost.load_s, refusing.refuses_loads = NEVER_S, True
+        loading = asyncio.create_task(repository.load("m", {}))
+
+        async def lose() -> None:
+            await wait_until_async(lambda: lost.requests["load"] == 2)
+            lost.hangs = True
+            await skip_until(is_in(pool, lost, HealthState.SLOW))
+
+        async def refuse() -> None:
+            await wait_until_async(lambda: refusing.held)
+            refusing.release()
+
+        await asyncio.gather(lose(), refuse())
+        with pytest.raises(LoadFailed):
+            await loading
+        lost.load_s, lost.hangs = 0.0, False
+        await skip_until(lambda: lost.requests["load"] == 3)
+        await skip_until(lambda: not repository.outdated_replicas("m"))
+        assert refusing.requests["load"] == 2
+
+
 async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.db"
     async with (
