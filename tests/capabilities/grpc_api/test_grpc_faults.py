@@ -193,7 +193,8 @@ def test_stream_is_read_slowly_while_much_memory_is_used(served: GrpcGateway) ->
     message = infer_request("plain_FP32", np.zeros((1, 1 << 19), np.float32))
     with grpc.insecure_channel(served.address) as channel, ThreadPoolExecutor(2) as pool:
         streams = [channel.stream_stream(STREAM)(iter([message] * 10)) for _ in range(2)]
-        for responses in pool.map(list, streams):  # at once: a client that does not read is left
+        # At once: a client that does not read is left.
+        for responses in pool.map(list[bytes], streams):
             assert [len(response) > len(message) for response in responses] == [True] * 10
     assert metric(served.http, SHED) == before
 
