@@ -42,6 +42,7 @@ from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.http_client.connection import RequestNotSent
 from gateway.messages import join_names, quote_text
+from gateway.repository.loader import ACTION_POLL_S
 from gateway.repository.plan import Backoff, ModelAction
 from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
@@ -58,7 +59,7 @@ MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
 REPORT_INTERVAL_S: Final = 0.5
 REVIEW_INTERVAL_S: Final = 0.5
-FACTS_INTERVAL_S: Final = 0.1
+FACTS_INTERVAL_S: Final = 1.0  # also at each change of a replica's models
 RECENT_USE_S: Final = (
     30.0  # a model that was used lately is loaded again when its replica has ended
 )
@@ -133,6 +134,7 @@ class ModelActivator:
         self._failures: dict[str, Backoff] = {}
         self._load_times_s: dict[str, float] = {}
         self._has_loads = asyncio.Event()
+        self._seen_changes = 0
         self._tasks = TaskSet()
         self.is_on_demand = held.is_on_demand
         self.matches = held.matches
@@ -280,7 +282,8 @@ class ModelActivator:
         """Read the configs of models that became ready: an unknown one is not evicted."""
         if self.held.is_enabled:
             await self.held.update()
-        await asyncio.sleep(FACTS_INTERVAL_S)
+        await asyncio.sleep(RETRY_PAUSE_S)
+        self._seen_changes = await self._pool.changes.wait(self._seen_changes, FACTS_INTERVAL_S)
 
     async def _load_at(self, model: str, replica_name: str) -> None:
         """Make room on the replica and load the model, unless another gateway does.
@@ -328,7 +331,8 @@ class ModelActivator:
         while not (
             loading.done() or replica.index.is_loading(model) or replica.index.is_ready(model)
         ):
-            await asyncio.wait([loading], timeout=RETRY_PAUSE_S)
+            pause_s = max(ACTION_POLL_S, replica.index_schedule.duration_s)
+            await asyncio.wait([loading], timeout=pause_s)
             await self._pool.monitor.probe(replica)
 
     def _record_failure(self, error: LoadFailed) -> LoadFailed:
