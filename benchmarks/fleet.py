@@ -15,8 +15,8 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import ReplicaAddress
-from gateway.repository.reconcile_plan import plan_actions
-from gateway.repository.state.content import DesiredModel
+from gateway.repository.plan import ReplicaView, plan_actions
+from gateway.repository.state.content import ALL, DesiredModel
 
 SMALL, LARGE, MODELS = 10, 100, 200
 NAMES = name_models(MODELS)
@@ -50,10 +50,10 @@ async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, flo
             started = time.process_time()
             await pool.monitor.probe_all()
             probes_s.append(time.process_time() - started)
-    desired_models = {name: DesiredModel(True) for name in NAMES}
+    desired_models = {name: DesiredModel(ALL) for name in NAMES}
     index_entries = [{"name": name, "version": "1", "state": "READY"} for name in NAMES]
-    indexes = [parse_index(index_entries) for _ in addresses]
-    planned = cpu_us(lambda: [list(plan_actions(desired_models, index, {})) for index in indexes])
+    replicas = [ReplicaView(str(each), parse_index(index_entries)) for each in addresses]
+    planned = cpu_us(lambda: plan_actions(desired_models, replicas, {}))
     return {
         "choosing a replica": chosen / (10 * MODELS),
         "choosing a replica, first time after a change": updated / MODELS,

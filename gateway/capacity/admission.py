@@ -207,12 +207,6 @@ class AdmissionQueue:
     def count_all_requests(self) -> dict[str, int]:
         return dict(Counter(self._running_by_model) + Counter(self.queue.models))
 
-    def is_crowded(self, model: str) -> bool:
-        """Return whether requests of the model wait, or half of its slots are taken."""
-        running = self._running_by_model.get(model, 0)
-        is_half_taken = 2 * running > self.max_running_per_model
-        return is_half_taken or model in self.queue.models
-
     def is_awaited(self, model: str) -> bool:
         """Return whether requests wait for the model, or of any model for a place in the process."""
         return model in self.queue.models or (

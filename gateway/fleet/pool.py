@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 # A replica that has answered no probe for this time is not responsive.
-UNRESPONSIVE_AFTER_S: Final = 3.5
+UNRESPONSIVE_AFTER_S: Final = 2.8
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 
@@ -249,6 +249,13 @@ class ReplicaPool:
 
     def is_loaded(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
+
+    def is_held(self, model: str) -> bool:
+        """Return whether a replica has the model, loads it, or unloads it."""
+        return any(
+            replica.index.is_ready(model) or replica.index.is_changing(model)
+            for replica in filter(self.is_live, self.replicas.values())
+        )
 
     def list_holders(self, model: str, version: str) -> list[Replica]:
         """Return the live replicas that have the version ready, cordoned ones included."""

@@ -121,6 +121,8 @@ class HealthMonitor:
 
     async def probe(self, replica: Replica) -> None:
         """Read the replica's index, which shows that it is alive as well."""
+        was_silent = replica.health.missed_probes > 0
+        ready_before = replica.index.ready_models
         try:
             async with replica.index_lock:
                 if replica.index_schedule.is_slow:
@@ -131,6 +133,8 @@ class HealthMonitor:
             self._record_missed_probe(replica, exc)
         else:
             replica.is_index_valid = True
+            # It may be another process that has got the address.
+            replica.exit_count += was_silent and not ready_before <= replica.index.ready_models
             self._record_answer(replica, changed=changed)
 
     async def _read_index(self, replica: Replica) -> bool:
@@ -218,7 +222,10 @@ class HealthMonitor:
         previous = replica.health.state(self._loop.time())
         health = replica.health
         is_refused = isinstance(error, RequestNotSent) and error.is_refused
-        replica.health = health.with_refusal() if is_refused else health.with_probe_timeout()
+        if is_refused:
+            record_refusal(replica)
+        else:
+            replica.health = health.with_probe_timeout()
         is_first_probe = replica.reason == NOT_PROBED
         # The message of `DeadlinePassed` gives advice to clients.
         is_late = isinstance(error, DeadlinePassed)
@@ -242,7 +249,7 @@ class HealthMonitor:
         if isinstance(error, DeadlinePassed) and is_responsive:
             return
         if isinstance(error, RequestNotSent) and error.is_refused:
-            replica.health = replica.health.with_refusal()
+            record_refusal(replica)
             replica.reason = error.detail
         ejected_count = sum(other.health.ejected_until > now for other in self._replicas.values())
         is_ejectable = can_eject(len(self._replicas), ejected_count)
@@ -270,6 +277,11 @@ class HealthMonitor:
         else:
             log.info("replica %s is %s", replica.address, state.name)
         self._on_change()
+
+
+def record_refusal(replica: Replica) -> None:
+    replica.exit_count += not replica.health.has_exited
+    replica.health = replica.health.with_refusal()
 
 
 def warn_of_start(replica: Replica, error: GatewayError) -> None:

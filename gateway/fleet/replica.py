@@ -99,6 +99,7 @@ class Replica:
         # By the loop's clock: when a probe found it up after it was down, and when it last answered one.
         self.up_since = 0.0
         self.answered_at = 0.0
+        self.exit_count = 0  # how often another process has replaced it, or will
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
         self.index_schedule = IndexSchedule()

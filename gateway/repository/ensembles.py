@@ -24,7 +24,7 @@ class KnownSteps:
     """The steps of a model, and which of its loads had them."""
 
     steps: frozenset[str]
-    load_id: str
+    generation: str
     read_at: float
 
 
@@ -44,30 +44,32 @@ class EnsembleSteps:
         self, desired_models: Mapping[str, DesiredModel], max_age_s: float = MAX_STEPS_AGE_S
     ) -> dict[str, frozenset[str]]:
         """Return the steps of each model whose present load has been ready, now or before."""
-        load_ids = {name: desired.load_id for name, desired in desired_models.items()}
+        generations = {name: desired.generation for name, desired in desired_models.items()}
         now = perf_counter()
         outdated = {
             name
             for name in self._pool.ready_models
-            if not self._is_current(name, load_ids.get(name, ""))
+            if not self._is_current(name, generations.get(name, ""))
             or self._known[name].read_at < now - max_age_s
         }
         if outdated:
-            store = partial(self._store, load_ids, now)
+            store = partial(self._store, generations, now)
             await self._signatures.read_configs(outdated, store)
         return {
             name: known.steps
             for name, known in self._known.items()
-            if self._is_current(name, load_ids.get(name, ""))
+            if self._is_current(name, generations.get(name, ""))
         }
 
-    def _store(self, load_ids: Mapping[str, str], read_at: float, model: str, config: Any) -> None:
+    def _store(
+        self, generations: Mapping[str, str], read_at: float, model: str, config: Any
+    ) -> None:
         if self._changed_at.get(model, -inf) < read_at:  # otherwise this may be the previous config
-            self._known[model] = KnownSteps(find_steps(config), load_ids.get(model, ""), read_at)
+            self._known[model] = KnownSteps(find_steps(config), generations.get(model, ""), read_at)
 
-    def _is_current(self, model: str, load_id: str) -> bool:
+    def _is_current(self, model: str, generation: str) -> bool:
         known = self._known.get(model)
-        return known is not None and known.load_id == load_id
+        return known is not None and known.generation == generation
 
     def invalidate(self, model: str) -> None:
         """Drop the steps of a model that was loaded or unloaded."""

@@ -21,9 +21,8 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
 from gateway.messages import quote_path_segment, quote_text
-from gateway.repository.reconcile_plan import ModelAction
+from gateway.repository.plan import ModelAction
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.content import UNKNOWN_LOAD, StartedLoad, is_in_progress
 from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import (
     MAX_METADATA_BYTES,
@@ -102,18 +101,8 @@ class LoadTimedOut(DeadlinePassed):
         )
 
 
-@dataclass(frozen=True)
-class LoadError:
-    """A failed load, and the replica's state before it."""
-
-    replica: str
-    message: str
-    confirmed_load: str
-    was_ready: bool
-
-
 class ModelLoader:
-    """Runs actions on replicas, and keeps their errors."""
+    """Runs actions on replicas, and records what these have then, and why an action failed."""
 
     def __init__(
         self,
@@ -127,93 +116,50 @@ class ModelLoader:
         self._signatures = signatures
         self._state = state
         self.load_timeout_s = load_timeout_s
-        # By model: the last load that failed.
-        self._load_errors: dict[str, LoadError] = {}
         # Replicas whose model control mode allows neither loads nor unloads.
         self.uncontrollable_replicas: set[str] = set()
         # Called with the model of each action that has ended.
         self.change_listeners: list[Callable[[str], None]] = []
 
-    async def run(
-        self,
-        replica: Replica,
-        action: ModelAction,
-        initiator: str,
-        started_load: StartedLoad | None = None,
-    ) -> None:
-        """Run the action until the replica's index confirms it, and end the load. Raises `GatewayError`."""
+    async def run(self, replica: Replica, action: ModelAction, initiator: str) -> None:
+        """Run the action until the replica's index confirms it, and record that. Raises `GatewayError`.
+
+        The caller has the lease of the model.
+        """
         model = action.model
-        if action.is_load and started_load is None and action.load_id:
-            started_load = await self._state.begin_load(replica.name, model)
-        resulting_load = UNKNOWN_LOAD
+        previous = self._state.confirmed.get(replica.name, {}).get(model, "")
         try:
             if not self._pool.is_responsive(replica):
                 raise RequestNotSent(replica.reason)
+            await self._state.confirm(replica.name, model, "")
             await self._wait_while_reachable(replica, self._apply_action(replica, action))
-            resulting_load = action.load_id
         except GatewayError as exc:
-            self._count_action(action, initiator, "failed")
-            if started_load is not None and not isinstance(exc, TRANSPORT_ERRORS):
-                # A failed load leaves the previous one in place.
-                resulting_load = started_load.confirmed_load
-            self._record_failure(replica, action, started_load, exc)
-            if self._pool.is_responsive(replica):
-                await self._pool.monitor.probe(replica)
+            if not isinstance(exc, TRANSPORT_ERRORS):  # the replica has what it had before
+                await self._state.confirm(replica.name, model, previous)
+            await self._record_failure(replica, action, initiator, exc)
             raise
         finally:
             for notify in (self._signatures.invalidate, *self.change_listeners):
                 notify(model)
-            if started_load is not None:
-                await self._state.end_load(replica.name, model, started_load, resulting_load)
+        await self._state.confirm(replica.name, model, action.generation)
+        await self._state.record_load_error(replica.name, model, "")
         self._count_action(action, initiator, "done")
         self.uncontrollable_replicas.discard(replica.name)
-        self.forget_error(model)
 
     def _count_action(self, action: ModelAction, initiator: str, outcome: str) -> None:
         model = action.model if self._pool.is_listed(action.model) else ""
         self._pool.metrics.model_actions.labels(action.verb, initiator, outcome, model).inc()
 
-    def forget_error(self, model: str) -> None:
-        self._load_errors.pop(model, None)
-
-    def list_errors(self) -> dict[str, str]:
-        """Return where and why the last load of each model failed, unless it has succeeded there since."""
-        self._load_errors = {
-            model: error
-            for model, error in self._load_errors.items()
-            if not self._is_resolved(model, error)
-        }
-        return {
-            model: f"on {error.replica}: {error.message}"
-            for model, error in self._load_errors.items()
-        }
-
-    def _is_resolved(self, model: str, error: LoadError) -> bool:
-        """Return whether any gateway has loaded the model since, or the replica has left."""
-        replica = self._pool.find_replica(error.replica)
-        if replica is None:
-            return True
-        if not replica.index.is_ready(model):
-            return False
-        load = self._state.loads.get(error.replica, {}).get(model, "")
-        is_loaded = not is_in_progress(load) and load != error.confirmed_load
-        return is_loaded or not error.was_ready
-
-    def _record_failure(
-        self,
-        replica: Replica,
-        action: ModelAction,
-        started_load: StartedLoad | None,
-        error: GatewayError,
+    async def _record_failure(
+        self, replica: Replica, action: ModelAction, initiator: str, error: GatewayError
     ) -> None:
+        self._count_action(action, initiator, "failed")
         if isinstance(error, ModelControlModeConflict):
             self.uncontrollable_replicas.add(replica.name)
         elif action.is_load:
-            load = "" if started_load is None else started_load.confirmed_load
-            is_ready = replica.index.is_ready(action.model)
-            self._load_errors[action.model] = LoadError(
-                replica.name, error.detail, load, was_ready=is_ready
-            )
+            await self._state.record_load_error(replica.name, action.model, error.detail)
+        if self._pool.is_responsive(replica):
+            await self._pool.monitor.probe(replica)
 
     async def _wait_while_reachable(
         self, replica: Replica, work: Coroutine[Any, Any, None]
@@ -236,25 +182,13 @@ class ModelLoader:
         await self._send_action(replica, action)
         await self._wait_for_index(replica, action)
 
-    def is_loading(self, replica: Replica, model: str) -> bool:
-        """Return whether the replica loads the model, by its index or by the gateways' records.
-
-        While Triton loads a version again that is ready, its index does not show it.
-        """
-        load = self._state.loads.get(replica.name, {}).get(model, "")
-        is_begun = is_in_progress(load) and self._state.store.is_available
-        return is_begun or replica.index.is_loading(model)
-
     async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
         """Wait until the model is not being loaded: some Tritons do not survive an unload during a load."""
-        model = action.model
         with anyio.move_on_after(self.load_timeout_s):
-            while True:
-                await self._state.refresh_loads()
-                if not self.is_loading(replica, model):
-                    return
+            while replica.index.is_loading(action.model):
                 await asyncio.sleep(ACTION_POLL_S)
                 await self._pool.monitor.probe(replica)
+            return
         raise LoadTimedOut(action, self.load_timeout_s)
 
     async def _send_action(self, replica: Replica, action: ModelAction) -> None:

@@ -1,6 +1,7 @@
 """Operations: loads and unloads on every replica, which continue when the client has disconnected.
 
-An `OperationReport` has the outcomes; those in the background are recorded in the state.
+An `OperationReport` has the outcomes. An operation in the background is a task of its gateway, with a row in
+the state; it is lost with its gateway.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any, Final
-
-import anyio
 
 from gateway.errors import (
     BadUpstream,
@@ -35,9 +34,6 @@ from gateway.telemetry.request_info import find_management_call, name_action
 from gateway.triton.error_mapping import LoadFailed
 
 RECORD_RETRY_S: Final = 1.0
-HEARTBEAT_S: Final = 5.0
-# The operation ended with its gateway. The clocks of gateways may differ by less.
-MAX_HEARTBEAT_AGE_S: Final = 30.0
 MAX_RUNNING_TASKS: Final = 512  # an operation in the background has two
 MAX_RECORDED: Final = 10_000  # operations in the background, within the time that they can be read
 
@@ -193,14 +189,18 @@ class OperationRunner:
 
     async def read(self, operation_id: str) -> Mapping[str, Any] | None:
         """Return the last record of an operation, which may run in another gateway."""
-        document = await self._store.read_operation(operation_id)
-        if document is None or document.get("operation") != "running":
-            return document
-        updated_at = document.get("updated_at")
-        if isinstance(updated_at, int) and updated_at > time() - MAX_HEARTBEAT_AGE_S:
+        record = await self._store.read_operation(operation_id)
+        if record is None:
+            return None
+        document = {name: value for name, value in record.items() if name != "owner"}
+        if record.get("operation") != "running" or await self._is_present(record):
             return document
         error = OperationLost()
-        return {**document, "operation": "failed", "error": error.detail, "code": error.code}
+        return {**document, "operation": "lost", "error": error.detail, "code": error.code}
+
+    async def _is_present(self, record: Mapping[str, Any]) -> bool:
+        owner = str(record.get("owner"))
+        return owner == self._store.owner or await self._store.is_present(owner)
 
     def _count_recorded(self, now: float) -> None:
         while self._recorded_at and self._recorded_at[0] < now - OPERATION_TTL_S:
@@ -215,8 +215,7 @@ class OperationRunner:
         task = self.tasks.start(work)
         task.add_done_callback(lambda _: report.changed.set())
         while not task.done():
-            with anyio.move_on_after(HEARTBEAT_S):
-                await report.changed.wait()
+            await report.changed.wait()
             report.changed.clear()
             if not task.done():
                 with suppress(StateUnavailable):  # later records contain the same
@@ -245,5 +244,6 @@ class OperationRunner:
         self, operation_id: str, report: OperationReport, status: str, **failure: str
     ) -> None:
         document = {"id": operation_id, "action": report.action, **report.to_dict()}
-        document |= {"operation": status, "updated_at": int(time()), **failure}
+        document |= {"operation": status, "updated_at": int(time()), "owner": self._store.owner}
+        document |= failure
         await self._store.record_operation(operation_id, document)

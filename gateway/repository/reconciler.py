@@ -1,12 +1,17 @@
-"""The reconciler: compares the desired state with each replica's index, and repairs the difference."""
+"""The reconciler: compares what is desired with each replica's index, and repairs the difference.
+
+Every gateway does so. Whoever has the lease of a model acts on it: a call of the API, a load on demand, or
+the reconciler of one of the gateways.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Final
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Final
 from weakref import WeakValueDictionary
 
 from gateway.errors import GatewayError, StateUnavailable
@@ -14,21 +19,18 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.loader import ModelLoader
-from gateway.repository.readiness import ReadinessMonitor
-from gateway.repository.reconcile_plan import (
-    CONFLICT_CORRECTIONS,
-    CORRECTION_MEMORY_S,
+from gateway.repository.plan import (
+    CONFLICT_SUCCESSES,
     Backoff,
     ModelAction,
-    PlannedAction,
-    StepTable,
+    ReplicaView,
     find_needed_models,
     plan_actions,
-    with_correction,
 )
+from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import DesiredModel
-from gateway.tasks import repeat
+from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
 log = logging.getLogger(__name__)
@@ -37,17 +39,10 @@ RECONCILE_INTERVAL_S: Final = 1.0
 MIN_RECONCILE_PAUSE_S: Final = 0.1
 # Until the state of a replica that this gateway has never seen is deleted: another one may find it first.
 MAX_ABSENCE_S: Final = 60.0
-MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
+MAX_PARALLEL_ACTIONS: Final = 2  # by the reconciler, per replica
 
-LEADER_LEASE: Final = "leader"
+FLEET_LEASE: Final = "fleet"
 ActionKey = tuple[str, str]  # replica, model
-
-
-def read_load_errors(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the load errors in the report of another gateway, which can be of any form."""
-    table = report.get("load_errors")
-    entries = table.items() if isinstance(table, dict) else ()
-    return {model: error for model, error in entries if isinstance(error, str)}
 
 
 def build_removal_event(replica: str) -> Event:
@@ -57,8 +52,6 @@ def build_removal_event(replica: str) -> Event:
 
 
 class Reconciler:
-    """Starts the actions that replicas need, while this gateway holds the lease."""
-
     def __init__(
         self,
         pool: ReplicaPool,
@@ -73,267 +66,174 @@ class Reconciler:
         self._loader = loader
         self._readiness = readiness
         self._ensemble_steps = ensemble_steps
-        self.is_leader = False
-        self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
-        # Of the models that a call changes, or waits to change.
+        # Of the models that this gateway acts on.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tasks = TaskSet()  # one for each model
+        self._running: set[ActionKey] = set()
         self._backoffs: dict[ActionKey, Backoff] = {}
-        # Successful actions that something else undoes again and again.
-        self._corrections: dict[ActionKey, Backoff] = {}
-        self._done_actions: dict[str, list[PlannedAction]] = {}  # by replica, of the last minute
-        self._published_load_errors: dict[str, str] = {}
-        self._known_replicas: set[str] = set()
         self._seen_changes = 0
+        self._exit_counts: dict[
+            str, int
+        ] = {}  # of replicas that were seen, as far as they are forgotten
         self._absent_since: dict[str, float] = {}  # replicas that have stored state
+        state.find_loading_replicas = self._find_loading_replicas
 
     async def run(self) -> None:
-        await repeat("reconciler", self._reconcile)
+        try:
+            await repeat("reconciler", self._reconcile)
+        finally:
+            await cancel_tasks(self._tasks)
 
     async def _reconcile(self) -> None:
         await self._state.refresh()
         self._pool.set_cordoned(self._state.cordoned)
         self._readiness.update()
-        self.is_leader = await self._state.renew_lease(LEADER_LEASE)
-        await self._forget_removed_replicas()
-        if self.is_leader:
-            await self._start_missing_actions()
-        await self._publish_load_errors()
+        self._forget_failures()
+        with suppress(StateUnavailable):  # the store logs it
+            await self._state.renew_presence()
+            await self._forget_ended_replicas()
+        for model in self._choose_models(await self._plan(self._state.merge_models())):
+            self._tasks.start(self._reconcile_model(model))
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         pause_s = RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S
         self._seen_changes = await self._pool.changes.wait(self._seen_changes, pause_s)
 
+    # The leases of models
+
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
-        """Serialize the calls for one model. In the block, the reconciler does not act on it."""
+        """Wait for the lease of a model, and keep it in the block. Raises `ChangeInProgress`."""
         try:
-            async with self._locks.setdefault(model, asyncio.Lock()):
-                running = [task for key, task in self.action_tasks.items() if key[1] == model]
-                if running:
-                    await asyncio.wait(running)
+            async with self._find_lock(model), self._state.lock_model(model):
                 yield
         finally:
             self._pool.changes.notify()
 
-    def is_locked(self, model: str) -> bool:
-        return self._has_call(model) or any(key[1] == model for key in self.action_tasks)
+    @asynccontextmanager
+    async def try_lock_model(self, model: str) -> AsyncIterator[bool]:
+        """Yield whether nobody else acts on the model; if so, nobody does in the block."""
+        lock = self._find_lock(model)
+        if lock.locked():
+            yield False
+            return
+        async with lock, self._state.lease(f"model:{model}") as is_granted:
+            yield is_granted
 
-    def _has_call(self, model: str) -> bool:
+    def _find_loading_replicas(self, model: str) -> list[str]:
+        """Return the replicas that load the model, by their indexes, or have confirmed no load of it."""
+        desired = self._state.merge_model(model)
+        is_awaited = desired is not None and desired.is_loaded and desired.generation
+        return sorted(
+            replica.name
+            for replica in self._pool.replicas.values()
+            if replica.index.is_loading(model)
+            or (is_awaited and model not in self._state.confirmed.get(replica.name, {}))
+        )
+
+    def is_locked(self, model: str) -> bool:
         lock = self._locks.get(model)
         return lock is not None and lock.locked()
 
-    def run_action(
-        self, replica: Replica, action: ModelAction, initiator: str
-    ) -> asyncio.Task[None]:
-        """Start an action of another component. Calls for its model wait until it is done."""
-        task = self._start_action(replica, action, self._loader.run(replica, action, initiator))
-        # The component may have stopped waiting.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return task
+    def _find_lock(self, model: str) -> asyncio.Lock:
+        return self._locks.setdefault(model, asyncio.Lock())
 
-    def forget_failures(self, *, replica: str | None = None, model: str | None = None) -> None:
-        for table in (self._backoffs, self._corrections):
-            for key in list(table):
-                if key[0] == replica or key[1] == model:
-                    del table[key]
-        if replica is not None:
-            self._done_actions.pop(replica, None)
+    # Plans and actions
 
-    async def _publish_load_errors(self) -> None:
-        load_errors = self._loader.list_errors()
-        if load_errors or self._published_load_errors:
-            with suppress(StateUnavailable):  # the store logs it
-                await self._state.exchange_reports(load_errors=load_errors)
-                self._published_load_errors = load_errors
-
-    async def collect_load_errors(self) -> dict[str, str]:
-        """Return where and why the last load of each model failed, on any gateway."""
-        load_errors: dict[str, str] = {}
-        with suppress(StateUnavailable):
-            for report in await self._state.exchange_reports():
-                load_errors |= read_load_errors(report)
-        return load_errors | self._loader.list_errors()
-
-    async def _forget_removed_replicas(self) -> None:
-        """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
-        replicas = list(self._pool.replicas.values())
-        current = {replica.name for replica in replicas}
-        removed = (self._known_replicas - current) | self._find_absent_replicas(current)
-        self._known_replicas = current
-        self._loader.uncontrollable_replicas &= current
-        for name in {key[0] for key in (*self._backoffs, *self._corrections)} - current:
-            self.forget_failures(replica=name)
-        for name in removed & self._state.cordoned if self.is_leader else ():
-            with suppress(StateUnavailable):  # another replica may get the address
-                await self._state.set_cordon(name, is_cordoned=False)
-                self._state.events.record(build_removal_event(name))
-        removed |= {replica.name for replica in replicas if replica.health.has_exited}
-        for name in removed & self._state.loads.keys() if self.is_leader else ():
-            await self._state.forget_loads(name)
-
-    def _find_absent_replicas(self, current: set[str]) -> set[str]:
-        """Return the replicas that have stored state, and have not been part of the fleet for a while.
-
-        The gateway that saw them leave may have exited before it could delete that.
-        """
-        now = asyncio.get_running_loop().time()
-        since = self._absent_since
-        stored = self._state.cordoned | self._state.loads.keys()
-        self._absent_since = {name: since.get(name, now) for name in stored - current}
-        return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
-
-    async def _start_missing_actions(self) -> None:
-        desired_models = self._state.merge_models()
-        replicas = list(self._pool.replicas.values())
-        steps = None
-        if any(has_unwanted_model(desired_models, replica) for replica in replicas):
-            steps = await self._ensemble_steps.read(desired_models)
-        for replica in replicas:
-            name = replica.name
-            if not self._pool.is_reachable(replica):
-                # The replica may return as a new process, so earlier failures do not count.
-                self.forget_failures(replica=name)
-                self._loader.uncontrollable_replicas.discard(name)
-                continue
-            if name in self._loader.uncontrollable_replicas:
-                continue
-            running = sum(key[0] == name for key in self.action_tasks)
-            for action in self._plan_actions(replica, desired_models, steps):
-                if running >= MAX_PARALLEL_ACTIONS:
-                    break
-                if self._can_start_action((name, action.model)):
-                    running += 1
-                    self._start_action(replica, action, self._run_action(replica, action))
-
-    def _plan_actions(
-        self,
-        replica: Replica,
-        desired_models: Mapping[str, DesiredModel],
-        steps: StepTable | None,
-    ) -> Iterator[ModelAction]:
-        """Yield the actions of a replica; without the steps of the models, only loads."""
-        loads = self._state.loads.get(replica.name, {})
-        needed = None
-        if steps is not None:
-            failed = {model for name, model in self._backoffs if name == replica.name}
-            needed = find_needed_models(
-                desired_models, replica.index, loads, steps=steps, failed=failed
-            )
-        return plan_actions(desired_models, replica.index, loads, needed)
-
-    def _can_start_action(self, key: ActionKey) -> bool:
-        if key in self.action_tasks or self._has_call(key[1]):
-            return False
-        now = asyncio.get_running_loop().time()
-        tables = (self._backoffs, self._corrections)
-        return all(now >= table.get(key, Backoff()).not_before for table in tables)
-
-    def _start_action(
-        self, replica: Replica, action: ModelAction, work: Coroutine[Any, Any, None]
-    ) -> asyncio.Task[None]:
-        key = (replica.name, action.model)
-        task = self.action_tasks[key] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._finish_action(key))
-        return task
-
-    def _finish_action(self, key: ActionKey) -> None:
-        self.action_tasks.pop(key, None)
-        self._pool.changes.notify()
-
-    async def _run_action(self, replica: Replica, action: ModelAction) -> None:
-        key = (replica.name, action.model)
-        desired_models = self._state.merge_models()
-        what = f"{action.verb}ing model {action.model} on {replica.name}"
-        try:
-            if not await self._run_if_needed(replica, action, what):
-                return
-        except GatewayError as exc:
-            now = asyncio.get_running_loop().time()
-            self._backoffs[key] = self._backoffs.get(key, Backoff()).with_repetition(now)
-            log.warning("%s failed: %s", what, exc.detail)
-        else:
-            self._backoffs.pop(key, None)
-            await self._record_done_action(replica, action, desired_models)
-
-    async def _run_if_needed(self, replica: Replica, action: ModelAction, what: str) -> bool:
-        """Run the action, unless another gateway has changed the desired state; return whether it ran.
-
-        A load is recorded before the desired state is read again, and an unload by another gateway changes
-        the desired state before it looks for loads: one of them notices the other.
-        """
-        model = action.model
-        async with AsyncExitStack() as stack:
-            started_load = None
-            if action.is_load and action.load_id:
-                started_load = await self._state.begin_load(replica.name, model)
-            elif not action.is_load:
-                lease = self._state.lease(f"model:{model}")
-                if not await stack.enter_async_context(lease):
-                    return False
-            await self._state.refresh_desired_models()
-            load = "" if started_load is None else started_load.confirmed_load
-            if not await self._is_needed(replica, action, load):
-                if started_load is not None:
-                    await self._state.end_load(replica.name, model, started_load, load)
-                return False
-            log.warning("%s to reach the desired state: %s", what, action.reason)
-            await self._loader.run(replica, action, "reconciler", started_load)
-        return True
-
-    async def _is_needed(self, replica: Replica, action: ModelAction, confirmed_load: str) -> bool:
-        """Return whether a plan of now has the action, if the replica confirmed this load of its model."""
-        desired_models = self._state.merge_models()
-        wanted = {name: each for name, each in desired_models.items() if name == action.model}
-        if action.is_load:
-            return action in plan_actions(wanted, replica.index, {action.model: confirmed_load})
-        steps = await self._ensemble_steps.read(desired_models)
-        return action in self._plan_actions(replica, desired_models, steps)
-
-    async def _record_done_action(
-        self, replica: Replica, action: ModelAction, desired_models: Mapping[str, DesiredModel]
-    ) -> None:
-        """Count a correction, and plans that contradict each other, which would go on for ever."""
-        now = asyncio.get_running_loop().time()
-        done = PlannedAction(action, desired_models, now)
-        earlier = [
-            each
-            for each in self._done_actions.get(replica.name, [])
-            if now - each.done_at <= CORRECTION_MEMORY_S
+    async def _plan(self, desired_models: Mapping[str, DesiredModel]) -> list[ModelAction]:
+        """Return what is to be done now for these models."""
+        replicas = [
+            self._view(replica)
+            for replica in self._pool.replicas.values()
+            if self._pool.is_reachable(replica)
+            and replica.name not in self._loader.uncontrollable_replicas
         ]
-        self._done_actions[replica.name] = [*earlier, done]
-        reversed_action = None
-        if any(each.action.is_load != action.is_load for each in earlier):
-            steps = await self._ensemble_steps.read(desired_models)
-            reversed_action = next((each for each in earlier if done.reverses(each, steps)), None)
-        if reversed_action is None:
-            self._record_correction((replica.name, action.model))
-        else:
-            self._record_reversal(replica, action, reversed_action.action)
+        needed = {}
+        unwanted = {name for name, desired in desired_models.items() if not desired.is_loaded}
+        if any(not unwanted.isdisjoint(replica.index.ready_models) for replica in replicas):
+            merged = self._state.merge_models()
+            steps = await self._ensemble_steps.read(merged)
+            needed = {each.name: find_needed_models(merged, each, steps) for each in replicas}
+        return plan_actions(desired_models, replicas, needed)
 
-    def _record_reversal(self, replica: Replica, action: ModelAction, earlier: ModelAction) -> None:
-        key = (replica.name, action.model)
-        corrections = self._corrections.get(key, Backoff())
+    def _view(self, replica: Replica) -> ReplicaView:
+        name = replica.name
         now = asyncio.get_running_loop().time()
-        self._corrections[key] = corrections.with_repetition(now)
-        self._pool.metrics.reconcile_reversals.labels(action.model, replica.name).inc()
-        log.error(
-            "two plans for %s contradict each other: %s of model %s (%s) undid the %s of model %s (%s); "
-            "this is a defect of the gateway, please report it",
-            replica.name,
-            action.verb,
-            action.model,
-            action.reason,
-            earlier.verb,
-            earlier.model,
-            earlier.reason,
+        backoffs = {model: each for (at, model), each in self._backoffs.items() if at == name}
+        desired = {model: self._state.merge_model(model) for model in backoffs}
+        return ReplicaView(
+            name,
+            replica.index,
+            confirmed=self._state.confirmed.get(name, {}),
+            running={model for at, model in self._running if at == name},
+            paused={
+                model
+                for model, each in backoffs.items()
+                if now < each.not_before and each.generation == find_generation(desired[model])
+            },
+            failed={model for model, each in backoffs.items() if each.reason},
         )
 
-    def _record_correction(self, key: ActionKey) -> None:
-        """Count the corrections that something else undoes; each waits longer than the one before."""
+    async def _reconcile_model(self, model: str) -> None:
+        """Repair a model everywhere, unless another gateway does."""
+        async with self.try_lock_model(model) as is_granted:
+            actions: dict[str, asyncio.Task[None]] = {}  # by replica
+            while is_granted:
+                await self._state.refresh_tables()
+                for action in await self._plan_model(model):
+                    replica = self._pool.find_replica(action.replica)
+                    count = sum(at == action.replica for at, _ in self._running)
+                    if replica is not None and count < MAX_PARALLEL_ACTIONS:
+                        self._running.add((action.replica, model))
+                        actions[action.replica] = self._tasks.start(self._act(replica, action))
+                if not actions:
+                    break
+                await asyncio.wait(
+                    actions.values(),
+                    timeout=RECONCILE_INTERVAL_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                actions = {at: task for at, task in actions.items() if not task.done()}
+
+    def _choose_models(self, actions: Iterable[ModelAction]) -> set[str]:
+        """Return the models of which an action can start now."""
+        models = set()
+        counts = Counter(replica for replica, _ in self._running)
+        for action in actions:
+            if counts[action.replica] < MAX_PARALLEL_ACTIONS and not self.is_locked(action.model):
+                counts[action.replica] += 1
+                models.add(action.model)
+        return models
+
+    async def _plan_model(self, model: str) -> list[ModelAction]:
+        desired = self._state.merge_model(model)
+        return [] if desired is None else await self._plan({model: desired})
+
+    async def _act(self, replica: Replica, action: ModelAction) -> None:
+        key = (replica.name, action.model)
+        what = f"{action.verb}ing model {action.model} on {replica.name}"
+        started_at = asyncio.get_running_loop().time()
+        failure = ""
+        try:
+            log.warning("%s to reach the desired state: %s", what, action.reason)
+            await self._loader.run(replica, action, "reconciler")
+        except GatewayError as exc:
+            failure = exc.detail
+            log.warning("%s failed: %s", what, failure)
+        finally:
+            self._running.discard(key)
+            self._pool.changes.notify()
+        self._back_off(key, started_at, failure)
+
+    def _back_off(self, key: ActionKey, started_at: float, failure: str) -> None:
+        """Let the next action wait, also after a success: something else may undo it each time."""
+        replica, model = key
+        generation = find_generation(self._state.merge_model(model))
+        last = self._backoffs.get(key, Backoff())
+        if last.is_over(started_at) or last.generation != generation:
+            last = Backoff()
         now = asyncio.get_running_loop().time()
-        corrections = with_correction(self._corrections.get(key), now)
-        self._corrections[key] = corrections
-        if corrections.repetitions == CONFLICT_CORRECTIONS:
-            replica, model = key
+        backoff = self._backoffs[key] = last.with_repetition(now, failure, generation)
+        if not failure and backoff.successes == CONFLICT_SUCCESSES:
             log.warning(
                 "something else loads or unloads model %s on %s against the desired state: another "
                 "program, or a gateway with another GATEWAY_STATE; corrections are made less often",
@@ -341,10 +241,50 @@ class Reconciler:
                 replica,
             )
 
+    # Replicas that leave or end
 
-def has_unwanted_model(desired_models: Mapping[str, DesiredModel], replica: Replica) -> bool:
-    """Return whether the replica has a model that is to be unloaded."""
-    return any(
-        not desired.is_loaded and replica.index.is_ready(model)
-        for model, desired in desired_models.items()
-    )
+    def _forget_failures(self) -> None:
+        """Forget the failures of replicas that are not reachable: they may return as new processes."""
+        replicas = self._pool.replicas.values()
+        reachable = {replica.name for replica in replicas if self._pool.is_reachable(replica)}
+        self._backoffs = {key: each for key, each in self._backoffs.items() if key[0] in reachable}
+        self._loader.uncontrollable_replicas &= reachable
+
+    async def _forget_ended_replicas(self) -> None:
+        """Forget what replicas confirmed whose process has ended, and all of those that left the fleet.
+
+        Raises `StateUnavailable`.
+        """
+        replicas = {replica.name: replica for replica in self._pool.replicas.values()}
+        for name, replica in replicas.items():
+            exit_count = replica.exit_count
+            if exit_count != self._exit_counts.setdefault(name, 0):
+                await self._state.forget_replica(name)
+                self._exit_counts[name] = exit_count
+        removed = self._find_removed_replicas(frozenset(replicas))
+        if removed and await self._state.renew_lease(FLEET_LEASE):
+            for name in removed:
+                await self._state.forget_replica(name)
+                if name in self._state.cordoned:  # another replica may get the address
+                    await self._state.set_cordon(name, is_cordoned=False)
+                    self._state.events.record(build_removal_event(name))
+                self._exit_counts.pop(name, None)
+
+    def _find_removed_replicas(self, current: frozenset[str]) -> set[str]:
+        """Return the replicas that have stored state, and have left, or were absent for a while.
+
+        The gateway that saw them leave may have exited before it could delete that.
+        """
+        now = asyncio.get_running_loop().time()
+        since = self._absent_since
+        stored = self._state.cordoned | self._state.confirmed.keys()
+        self._absent_since = {name: since.get(name, now) for name in stored - current}
+        return {
+            name
+            for name, at in self._absent_since.items()
+            if name in self._exit_counts or now - at >= MAX_ABSENCE_S
+        }
+
+
+def find_generation(desired: DesiredModel | None) -> str:
+    return "" if desired is None else desired.generation

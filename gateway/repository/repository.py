@@ -1,15 +1,14 @@
 """Model management on the whole fleet: a load applies to every replica, now and after its restart.
 
-A request is stored as desired state first (`repository/state/`), then executed on all replicas in parallel,
-then confirmed by their indexes. The reconciler does the rest: it continuously compares what each replica
-has with what it should have.
+A call takes the lease of its model, stores what it desires, runs it on every replica, and reports what each
+one confirmed. The reconciler does the rest: it compares what each replica has with what it should have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
@@ -36,17 +35,19 @@ from gateway.repository.load_parameters import UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import OperationReport, OperationRunner, Outcome
-from gateway.repository.readiness import ReadinessMonitor
-from gateway.repository.reconcile_plan import (
+from gateway.repository.plan import (
     ModelAction,
     StepTable,
+    build_load,
     find_all_steps,
     find_dependents,
     is_outdated,
+    plan_rollout,
 )
+from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.content import DesiredModel, StartedLoad
+from gateway.repository.state.content import ALL, DesiredModel
 from gateway.repository.state.store import StateStore
 from gateway.tasks import cancel_tasks, run_together
 
@@ -96,17 +97,20 @@ class Repository:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self.operations.tasks, *self.reconciler.action_tasks.values()])
+        await cancel_tasks(self.operations.tasks)
         await self.state.events.flush()
         await self.state.store.close()
 
     def outdated_replicas(self, model: str) -> list[str]:
+        """Return the replicas that have not confirmed the desired load of the model."""
         desired = self.state.merge_model(model)
-        loads = self.state.loads
+        confirmed = self.state.confirmed
         if desired is None:
             return []
         names = (replica.name for replica in self._pool.replicas.values())
-        return [name for name in names if is_outdated(desired, loads.get(name, {}).get(model, ""))]
+        return [
+            name for name in names if is_outdated(desired, confirmed.get(name, {}).get(model, ""))
+        ]
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
@@ -153,9 +157,10 @@ class Repository:
             if stored is not None:
                 await self._set_desired_model(model, None, stored)
             if unload:
-                report = OperationReport(model, False, 0)
-                await self._run_on_replicas(report, ModelAction(model, False, {}), {})
-            self.loader.forget_error(model)
+                await self._run_on_replicas(
+                    OperationReport(model, False, 0), ModelAction(model, False)
+                )
+            await self.state.forget_load_errors(model)
 
     @asynccontextmanager
     async def pause_loads(self, model: str) -> AsyncIterator[None]:
@@ -164,28 +169,25 @@ class Repository:
         A Triton whose files are moved during a load may never end it. Raises `ChangeInProgress`.
         """
         max_wait_s = min(MAX_LOAD_WAIT_S, self.loader.load_timeout_s)
-        loading: list[str] = []
         async with AsyncExitStack() as stack:
             with anyio.move_on_after(max_wait_s) as wait:
                 await stack.enter_async_context(self._lock_model(model))
-                while loading := await self._find_loading_replicas(model):  # noqa: ASYNC110 - they tell the end
+                while await self._is_loading(model):  # noqa: ASYNC110 - the indexes tell the end
                     await asyncio.sleep(ACTION_POLL_S)
             if wait.cancelled_caught:
-                change = f"a load on {join_names(loading)} is in progress" if loading else ""
-                raise ChangeInProgress(model, change or self.state.describe_change(model))
+                raise ChangeInProgress(model, self.state.describe_change(model))
             yield
 
-    async def _find_loading_replicas(self, model: str) -> list[str]:
+    async def _is_loading(self, model: str) -> bool:
+        """Return whether a replica that answers loads the model."""
         pool = self._pool
         await pool.monitor.probe_all(MAX_INDEX_WAIT_S)
-        await self.state.refresh_loads()
-        return [
-            replica.name
-            for replica in pool.replicas.values()
-            if pool.is_reachable(replica)
+        return any(
+            pool.is_reachable(replica)
             and pool.is_responsive(replica)
-            and self.loader.is_loading(replica, model)
-        ]
+            and replica.index.is_loading(model)
+            for replica in pool.replicas.values()
+        )
 
     def is_wanted(self, model: str) -> bool:
         return self.state.is_desired(model) or self._pool.is_loaded(model)
@@ -212,35 +214,18 @@ class Repository:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if not await self._has_model(model):
                 raise UnknownModelToLoad(model)
-            # Before the desired state, so that another gateway's reconciler does not load the model too.
-            async with self._begin_loads(model) as started_loads:
-                desired = DesiredModel(True, parameters)
-                stored = await self._set_desired_model(model, desired, before)
-            merged = self.state.merge_models()[model]
-            action = ModelAction(model, True, merged.parameters, load_id=merged.load_id)
-            await self._run_on_replicas(report, action, started_loads)  # each ends its load
+            stored = await self._set_desired_model(model, DesiredModel(ALL, parameters), before)
+            desired = self.state.merge_models()[model]
+            await self._run_on_replicas(report, build_load(model, desired))
             if not report.is_refused:
                 await self._forget_unloaded_steps(report, is_visible)
             return await self._conclude(report, before, stored)
-
-    @asynccontextmanager
-    async def _begin_loads(self, model: str) -> AsyncIterator[Mapping[Replica, StartedLoad]]:
-        """Begin a load of the model on every replica; an error in the block ends them."""
-        started_loads: dict[Replica, StartedLoad] = {}
-        try:
-            for replica in list(self._pool.replicas.values()):
-                started_loads[replica] = await self.state.begin_load(replica.name, model)
-            yield started_loads
-        except BaseException:
-            for replica, load in started_loads.items():
-                await self.state.end_load(replica.name, model, load, load.confirmed_load)
-            raise
 
     async def _forget_unloaded_steps(
         self, report: OperationReport, is_visible: VisibilityCheck
     ) -> None:
         """Delete the desired states of steps that were unloaded: this load has brought them back."""
-        await self.state.refresh_desired_models()
+        await self.state.refresh_tables()
         steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
         for model in sorted(find_all_steps((report.model,), steps)):
             stored = self.state.get_stored_model(model)
@@ -269,19 +254,22 @@ class Repository:
         async with self._lock_model(model) as before:
             if model in self.state.declared_models:
                 raise ModelDeclared(model)
-            if not await self._has_model(model):
+            has_model, steps = await asyncio.gather(  # each may wait for a replica that hangs
+                self._has_model(model),
+                self._ensemble_steps.read(self.state.merge_models(), max_age_s=0),
+            )
+            if not has_model:
                 return await self._unload_absent(report, before)
-            steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
             if dependents := self._find_dependents(model, steps):
                 raise ModelNeeded(model, dependents, is_visible)
             # Without the desired state, the next request loads an on-demand model again, and the reconciler
             # leaves it alone.
             activator = self._pool.activator
             report.is_retried = activator is None or not activator.matches(model)
-            desired = DesiredModel(False, {}) if report.is_retried else None
+            desired = DesiredModel(0) if report.is_retried else None
             stored = await self._set_desired_model(model, desired, before)
             # An ensemble may have been loaded since the check. A load that ends later sees this unload.
-            await self.state.refresh_desired_models()
+            await self.state.refresh_tables()
             steps = await self._ensemble_steps.read(self.state.merge_models())
             if dependents := self._find_dependents(model, steps):
                 await self._set_desired_model(model, before, stored)
@@ -289,7 +277,7 @@ class Repository:
             # Triton unloads the steps that it loaded for this model alone. It does not know the wanted ones.
             has_wanted_steps = any(map(self.state.is_desired, find_all_steps((model,), steps)))
             accepted = {UNLOAD_DEPENDENTS: True} if with_dependents and not has_wanted_steps else {}
-            await self._run_on_replicas(report, ModelAction(model, False, accepted), {})
+            await self._run_on_replicas(report, ModelAction(model, False, accepted))
             return await self._conclude(report, before, stored)
 
     async def _unload_dependents(
@@ -318,7 +306,7 @@ class Repository:
         if stored is None:
             raise UnknownModel(report.model)
         await self._set_desired_model(report.model, None, stored)
-        self.loader.forget_error(report.model)
+        await self.state.forget_load_errors(report.model)
         report.replica_count = len(self._pool.replicas)
         for address in self._pool.replicas:
             report.record(str(address), Outcome(UNAVAILABLE))
@@ -330,7 +318,7 @@ class Repository:
 
         Raises `ChangeInProgress`.
         """
-        async with self.reconciler.lock_model(model), self.state.lock_model(model):
+        async with self.reconciler.lock_model(model):
             yield self.state.get_stored_model(model)
 
     async def _set_desired_model(
@@ -345,7 +333,6 @@ class Repository:
         if not await self.state.set_desired_model(model, desired, revision):
             await self.state.refresh()
             raise ChangeInProgress(model, self.state.describe_change(model))
-        self.reconciler.forget_failures(model=model)
         return self.state.get_stored_model(model)
 
     async def _conclude(
@@ -359,29 +346,32 @@ class Repository:
             raise report.build_error()
         return report
 
-    async def _run_on_replicas(
-        self,
-        report: OperationReport,
-        action: ModelAction,
-        started_loads: Mapping[Replica, StartedLoad],
-    ) -> None:
+    async def _run_on_replicas(self, report: OperationReport, action: ModelAction) -> None:
         """Run the action on all replicas and record every outcome, not only the first failure."""
-        replicas = list(started_loads if action.is_load else self._pool.replicas.values())
+        replicas = {replica.name: replica for replica in self._pool.replicas.values()}
         report.replica_count = len(replicas)
+        # One that hangs comes last, so that the others do not wait for it.
+        names = sorted(replicas, key=lambda name: -replicas[name].answered_at)
+        serving = set()
+        if action.is_load:
+            serving = {name for name in names if self._serves(replicas[name], action.model)}
         await run_together(
-            self._run_on_replica(report, action, replica, started_loads.get(replica))
-            for replica in replicas
+            self._run_in_turn([replicas[name] for name in group], report, action)
+            for group in plan_rollout(names, serving)
         )
 
-    async def _run_on_replica(
-        self,
-        report: OperationReport,
-        action: ModelAction,
-        replica: Replica,
-        started_load: StartedLoad | None,
+    async def _run_in_turn(
+        self, replicas: Sequence[Replica], report: OperationReport, action: ModelAction
     ) -> None:
+        for replica in replicas:
+            await self._run_on(replica, report, action)
+
+    def _serves(self, replica: Replica, model: str) -> bool:
+        return self._pool.is_reachable(replica) and replica.index.is_ready(model)
+
+    async def _run_on(self, replica: Replica, report: OperationReport, action: ModelAction) -> None:
         try:
-            await self.loader.run(replica, action, "api", started_load)
+            await self.loader.run(replica, action, "api")
             report.record(replica.name, Outcome(READY if action.is_load else UNAVAILABLE))
         except GatewayError as exc:
             state = replica.index.model_state(action.model).state

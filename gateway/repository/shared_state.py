@@ -1,4 +1,4 @@
-"""The state that gateways share, as this one knows it: desired models, and the loads of each replica."""
+"""The state that gateways share, as this one knows it: desired models, and what each replica confirmed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gateway.errors import ChangeInProgress, StateUnavailable
 from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
-from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
+from gateway.repository.plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.content import (
+    CONFIRMED,
     CORDONS,
+    LOAD_ERRORS,
+    MAX_ERROR_CHARS,
     MODELS,
+    Confirmed,
     DesiredModel,
-    Loads,
-    StartedLoad,
-    is_in_progress,
-    new_load_token,
+    Origin,
     with_entry,
-    with_load,
 )
-from gateway.repository.state.store import StateStore
+from gateway.repository.state.store import StateNotShared, StateStore
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.request_info import record_change
 
@@ -77,15 +77,17 @@ class SharedState:
         self.events = EventLog(store, self.wait_for_lease)
         if models_file.file is not None:
             self.events.watch(models_file.file, "models file", "model")
-        self.desired_models: Mapping[str, DesiredModel] = {}
-        self.loads: Loads = {}
+        self.desired_models: Mapping[str, DesiredModel] = {}  # by the API
+        self.confirmed: Confirmed = {}
         self.refresh_listeners: list[Callable[[], None]] = []
+        self.find_loading_replicas: Callable[[str], list[str]] = lambda _: []
         self._models_file = models_file
         self._can_upload = can_upload
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
-        # Replica and model → the arguments of an `end_load` that the store did not record.
-        self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
-        # For the calls that coordinate gateways: leases, reports and loads.
+        # What the store does not have, because it could not be written.
+        self._unrecorded: dict[tuple[str, str], str] = {}  # replica and model → generation
+        self._own_demand: dict[str, DesiredModel] = {}
+        # For the calls that coordinate gateways: leases, reports and confirmed loads.
         self._breaker = CircuitBreaker(OUTAGE_PAUSE_S)
         self._is_known = False  # the stored state was read
         self._report: dict[str, Any] = {}  # the report of this gateway to the others
@@ -101,9 +103,7 @@ class SharedState:
         return self._models_file.capability_models
 
     async def refresh(self) -> None:
-        with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
-            self.loads = await self._read_loads()  # and all tables
-            self._update_desired_models()
+        await self.refresh_tables()
         await self._models_file.reload_if_changed()
         for notify in self.refresh_listeners:
             notify()
@@ -112,17 +112,21 @@ class SharedState:
     def cordoned(self) -> frozenset[str]:
         return frozenset(self.store.get(CORDONS))
 
-    async def refresh_desired_models(self) -> None:
-        with suppress(StateUnavailable):
+    async def refresh_tables(self) -> None:
+        with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             await self.store.refresh()
             self._update_desired_models()
+            await self._forget_unrecorded()
+            self.confirmed = self.store.get(CONFIRMED)
 
     def _update_desired_models(self) -> None:
         stored = self.store.get(MODELS)
         previous = self.desired_models
         ignored = self._find_ignored_models(stored)
         self.desired_models = {
-            model: desired for model, desired in stored.items() if model not in ignored
+            model: desired
+            for model, desired in stored.items()
+            if desired.origin is Origin.api and model not in ignored
         }
         if self._is_known and self.desired_models != previous:
             difference = describe_difference(previous, self.desired_models)
@@ -160,6 +164,7 @@ class SharedState:
         return find_ignored_models(desired_models, can_upload=self._can_upload)
 
     def merge_models(self) -> dict[str, DesiredModel]:
+        """Return the models that the models file and the API desire."""
         return merge_declared_models(self.desired_models, self.declared_models)
 
     def merge_model(self, model: str) -> DesiredModel | None:
@@ -181,6 +186,34 @@ class SharedState:
         return "; ".join(
             f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
         )
+
+    @property
+    def demanded_models(self) -> Mapping[str, DesiredModel]:
+        """The models that requests desire."""
+        stored = self.store.get(MODELS).items()
+        return {
+            **self._own_demand,
+            **{model: desired for model, desired in stored if desired.origin is Origin.demand},
+        }
+
+    async def begin_demand(self, model: str) -> None:
+        """Store that requests desire a model on one replica, unless it is desired already."""
+        if model in self.demanded_models:
+            return
+        demand = DesiredModel(1, origin=Origin.demand)
+        try:
+            await self._breaker.run(lambda: self.store.set_desired_model(model, demand, 0))
+        except (StateUnavailable, StateNotShared):  # it is loaded all the same
+            self._own_demand[model] = demand
+
+    async def end_demand(self, model: str) -> None:
+        self._own_demand.pop(model, None)
+        stored = self.get_stored_model(model)
+        if stored is not None and stored.origin is Origin.demand:
+            with suppress(StateUnavailable):
+                await self._breaker.run(
+                    lambda: self.store.set_desired_model(model, None, stored.revision)
+                )
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         before = replica in self.cordoned
@@ -227,11 +260,9 @@ class SharedState:
             yield
 
     def describe_change(self, model: str) -> str:
-        replicas = [
-            name for name, loads in self.loads.items() if is_in_progress(loads.get(model, ""))
-        ]
-        if replicas:
-            return f"a load on {join_names(sorted(replicas))} is in progress"
+        """Return what a change of the model waits for, or may wait for."""
+        if replicas := self.find_loading_replicas(model):
+            return f"a load on {join_names(replicas)} is in progress"
         desired = self.desired_models.get(model)
         if desired is not None and not desired.is_loaded:
             return "it is being unloaded, or was unloaded meanwhile"
@@ -248,16 +279,16 @@ class SharedState:
         except StateUnavailable:
             return True
 
+    async def renew_presence(self) -> None:
+        """Show the other gateways that this one is alive. Raises `StateUnavailable`."""
+        await self._breaker.run(self.store.renew_presence)
+
     async def _renew_lease_periodically(self, name: str) -> None:
         async def renew() -> None:
             await asyncio.sleep(LEASE_RENEWAL_S)
             await self.renew_lease(name)
 
         await repeat("lease", renew)
-
-    async def refresh_loads(self) -> None:
-        with suppress(StateUnavailable):
-            self.loads = await self._breaker.run(self._read_loads)
 
     async def exchange_reports(self, **changes: Any) -> list[Mapping[str, Any]]:
         """Publish changes of this gateway's report; return the reports of the others.
@@ -267,39 +298,50 @@ class SharedState:
         self._report = report = {**self._report, **changes}
         return await self._breaker.run(lambda: self.store.exchange_reports(report))
 
-    async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        self._unrecorded_ends.pop((replica, model), None)
+    async def confirm(self, replica: str, model: str, generation: str) -> None:
+        """Record the load of a model that a replica has; empty if that is unknown, or any is sufficient."""
+        keys = (replica, model)
+        known = self.confirmed.get(replica, {}).get(model, "")
+        if known == generation and keys not in self._unrecorded:
+            return
+        self.confirmed = with_entry(self.confirmed, keys, generation or None)
         try:
-            started_load = await self._breaker.run(lambda: self.store.begin_load(replica, model))
-        except StateUnavailable:  # load anyway, though other gateways cannot see it
-            confirmed_load = self.loads.get(replica, {}).get(model, "")
-            started_load = StartedLoad(new_load_token(""), confirmed_load)
-        self.loads = with_load(self.loads, replica, model, started_load.token)
-        return started_load
+            await self._breaker.run(lambda: self.store.write(CONFIRMED, keys, generation or None))
+            self._unrecorded.pop(keys, None)
+        except StateUnavailable:  # go on, though other gateways cannot see it
+            self._unrecorded[keys] = generation
 
-    async def end_load(
-        self, replica: str, model: str, started_load: StartedLoad, resulting_load: str
-    ) -> None:
-        self.loads = with_load(self.loads, replica, model, resulting_load)
-        end = (started_load.token, resulting_load)
-        try:
-            await self._breaker.run(lambda: self.store.end_load(replica, model, *end))
-        except StateUnavailable:
-            self._unrecorded_ends[replica, model] = end
+    async def _forget_unrecorded(self) -> None:
+        """Delete what the store has of loads that ended while it was not available: they are unknown."""
+        for keys in list(self._unrecorded):
+            if keys in self._unrecorded:  # another task may have recorded it meanwhile
+                await self.store.write(CONFIRMED, keys, None)
+                self._unrecorded.pop(keys, None)
 
-    async def _read_loads(self) -> Loads:
-        """Return the stored loads. Those whose end was not recorded are over, whatever the store has."""
-        with suppress(StateUnavailable):
-            for (replica, model), end in list(self._unrecorded_ends.items()):
-                await self.store.end_load(replica, model, *end)
-                self._unrecorded_ends.pop((replica, model), None)
-        loads = await self.store.read_loads()
-        for (replica, model), (token, resulting_load) in self._unrecorded_ends.items():
-            if loads.get(replica, {}).get(model) == token:
-                loads = with_load(loads, replica, model, resulting_load)
-        return loads
+    async def forget_replica(self, replica: str) -> None:
+        """Delete what a replica confirmed, because its process has ended. Raises `StateUnavailable`."""
+        for table in (CONFIRMED, LOAD_ERRORS):
+            await self.store.forget_replica(table, replica)
+        self.confirmed = self.store.get(CONFIRMED)
 
-    async def forget_loads(self, replica: str) -> None:
-        with suppress(StateUnavailable):
-            await self.store.forget_loads(replica)
-            self.loads = with_entry(self.loads, (replica,), None)
+    async def forget_load_errors(self, model: str) -> None:
+        for replica in list(self.store.get(LOAD_ERRORS)):
+            await self.record_load_error(replica, model, "")
+
+    def list_load_errors(self) -> dict[str, str]:
+        """Return where and why the last load of each model failed, on any gateway."""
+        return {
+            model: f"on {replica}: {error}"
+            for replica, errors in self.store.get(LOAD_ERRORS).items()
+            for model, error in errors.items()
+        }
+
+    async def record_load_error(self, replica: str, model: str, error: str) -> None:
+        """Record why the last load of a model failed on a replica; empty if it succeeded."""
+        known = self.store.get(LOAD_ERRORS).get(replica, {}).get(model, "")
+        if known != error:
+            value = error[:MAX_ERROR_CHARS] or None
+            with suppress(StateUnavailable):
+                await self._breaker.run(
+                    lambda: self.store.write(LOAD_ERRORS, (replica, model), value)
+                )

@@ -205,7 +205,7 @@ async def list_models(
     caller = get_caller(request)
     load_errors: dict[str, str] = {}
     if Right.fleet in caller.rights:
-        load_errors = await repository.reconciler.collect_load_errors()
+        load_errors = repository.state.list_load_errors()
     declared = repository.state.declared_models
     desired = repository.state.desired_models
     indexes = services.pool.list_serving_indexes()

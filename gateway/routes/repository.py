@@ -88,7 +88,7 @@ OPERATION_SCHEMA = build_object_schema(
         "id": STRING_SCHEMA,
         "action": {"enum": ["load", "unload"]},
         **REPORT_PROPERTIES,
-        "operation": {"enum": ["running", "succeeded", "failed"]},
+        "operation": {"enum": ["running", "succeeded", "failed", "lost"]},
         "updated_at": {
             "type": "integer",
             "description": "Time of the record, in seconds since 1970.",

@@ -263,11 +263,6 @@ class Metrics:
             "failed).",
             ("action", "by", "outcome", "model"),
         )
-        self.reconcile_reversals = create.counter(
-            "gateway_reconcile_reversals_total",
-            "Actions of the reconciler that undid one of the last minute: a defect of the gateway.",
-            ("model", "replica"),
-        )
 
     def _create_process_metrics(self, create: MetricFactory) -> None:
         self.connections = create.level("gateway_connections", "Open client connections.")

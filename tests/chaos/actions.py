@@ -154,13 +154,14 @@ def call(
     body: Callable[[Details], Mapping[str, Any]] = lambda _: {},
     partial_effect: Effect | None = None,
     models: Sequence[str] = MODELS,
+    gateways: Sequence[str] = GATEWAYS,
 ) -> Row:
     """A call of one of the gateways."""
 
     def draw_call(draw: Draw) -> Action:
         model, version, label = draw.choice(models), draw.choice(VERSIONS), draw.choice(LABELS)
         details = Details(model, version, label, draw.randrange(1, 10_000))
-        gateway = draw.choice(GATEWAYS)
+        gateway = draw.choice(gateways)
 
         def run(fleet: Fleet) -> Response:
             first = fleet.replicas[REPLICAS[0]].address
@@ -241,12 +242,21 @@ CHANGES: Final[list[Row]] = [
     edit(write_models_file, "has_extra_model"),
     edit(write_keys_file, "has_extra_key"),
 ]
+# Both gateways change the same model at once.
+RIVALS: Final[list[list[Row]]] = [
+    [
+        call(name, "POST", path, effect, models=MODELS[:1], gateways=(gateway,))
+        for name, path, effect in (("load", LOAD, world.load), ("unload", UNLOAD, world.unload))
+    ]
+    for gateway in GATEWAYS
+]
 PATTERNS: Final = (
     [FAULTS],
     [CHANGES],
     [FAULTS, FAULTS],
     *[[FAULTS, CHANGES]] * 3,
     *[[CHANGES, CHANGES]] * 2,
+    RIVALS,
 )
 
 

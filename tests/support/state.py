@@ -12,15 +12,15 @@ from uuid import uuid4
 import redis
 
 from gateway.repository.models_file import ModelsFile
-from gateway.repository.reconciler import LEADER_LEASE
+from gateway.repository.reconciler import FLEET_LEASE
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.content import DesiredModel, create_raw_table
+from gateway.repository.state.content import ALL, DesiredModel, create_raw_table
 from gateway.repository.state.places import open_state_store
 from gateway.repository.state.store import StateStore
 
 ID = "0123456789abcdef" * 2
 LABELS = create_raw_table("labels")
-LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
+LOADED, UNLOADED = DesiredModel(ALL), DesiredModel(0)
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def opened(url: str, count: int = 1) -> AsyncIterator[list[StateStore]]:
 
 async def is_leader(store: StateStore) -> bool:
     state = SharedState(store, ModelsFile(None), can_upload=False)
-    return await state.renew_lease(LEADER_LEASE)
+    return await state.renew_lease(FLEET_LEASE)
 
 
 class Intruder(Protocol):

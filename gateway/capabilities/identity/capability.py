@@ -62,7 +62,7 @@ def open_expiry(services: Services, stack: AsyncExitStack) -> None:
     from gateway.capabilities.identity.expiry import KeyExpiry
 
     if (file := services.access.keys_file) is not None:
-        expiry = KeyExpiry(file, services.repository.reconciler)
+        expiry = KeyExpiry(file, services.repository.state)
         services.metrics.collector_registry.register(expiry)
         stack.callback(asyncio.create_task(expiry.run()).cancel)
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from gateway.access.keys import NEVER, KeysFile, find_end
 from gateway.messages import format_utc_time
-from gateway.repository.reconciler import Reconciler
+from gateway.repository.shared_state import SharedState
 from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,15 @@ log = logging.getLogger(__name__)
 WARNING_PERIOD: Final = timedelta(days=30)
 WARNING_INTERVAL_S: Final = 24 * 3600.0
 CHECK_INTERVAL_S: Final = 2.0
+LEASE_NAME: Final = "key expiry"
 
 
 class KeyExpiry(Collector):
     """The ends of keys that expire. A name that has another key, as after a rotation, ends with its last."""
 
-    def __init__(self, keys_file: KeysFile, reconciler: Reconciler) -> None:
+    def __init__(self, keys_file: KeysFile, state: SharedState) -> None:
         self._keys_file = keys_file
-        self._reconciler = reconciler
+        self._state = state
         self._warned_at: dict[str, float] = {}
 
     def find_ends(self) -> Mapping[str, datetime]:
@@ -53,7 +54,7 @@ class KeyExpiry(Collector):
     async def run(self) -> None:
         async def check() -> None:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            if self._reconciler.is_leader:  # one process of all that share the state
+            if await self._state.renew_lease(LEASE_NAME):  # one process of all that share the state
                 self._warn()
 
         await repeat("key_expiry", check)

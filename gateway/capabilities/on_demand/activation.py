@@ -1,6 +1,7 @@
 """Requests that wait until their model can be used: for a replica, and for a load on demand.
 
-From top to bottom: requests, the loads that they share, room for a load, unloads, reports to other gateways.
+The first request stores that its model is desired, and the others wait for the same load. From top to
+bottom: requests, the loads that they share, room for a load, unloads, reports to other gateways.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from time import perf_counter
 from typing import Final
-
-import anyio
 
 from gateway.callers import Right
 from gateway.capabilities.on_demand.held_models import HeldModels
@@ -43,7 +42,8 @@ from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.http_client.connection import RequestNotSent
 from gateway.messages import join_names, quote_text
-from gateway.repository.reconcile_plan import Backoff, ModelAction
+from gateway.repository.loader import ACTION_POLL_S
+from gateway.repository.plan import Backoff, ModelAction
 from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info, measure_phase
@@ -54,12 +54,16 @@ log = logging.getLogger(__name__)
 INITIATOR: Final = "on_demand"
 RETRY_PAUSE_S: Final = 0.05  # while the models that hold the memory are in use
 RETRY_PAUSES: Final = 4  # times the duration of the search for places, which grows with the fleet
-RESUME_PAUSE_S: Final = 0.002
 MIN_REMAINING_S: Final = 0.001  # left to a request that waited until its deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
 REPORT_INTERVAL_S: Final = 0.5
-IDLE_CHECK_INTERVAL_S: Final = 0.5
+REVIEW_INTERVAL_S: Final = 0.5
+FACTS_INTERVAL_S: Final = 1.0  # also at each change of a replica's models
+RECENT_USE_S: Final = (
+    30.0  # a model that was used lately is loaded again when its replica has ended
+)
+LEASE_NAME: Final = "on demand"  # of the gateway that reviews the models
 # Other decisions on the replica wait for an eviction. It goes on afterwards.
 EVICTION_TIMEOUT_S: Final = 10.0
 MAX_PROBE_WAIT_S: Final = 2.0
@@ -95,13 +99,13 @@ class NoRoom(Unavailable):
 class SharedLoad:
     """A load that all requests of a model wait for."""
 
-    task: asyncio.Task[NoPlacement | None]
+    model: str
     started_at: float
+    result: asyncio.Future[NoPlacement | None]  # None when the model may be ready
     waiters: int = 0
-    # Set while the load waits for room.
-    place: asyncio.Future[Placement | NoPlacement | None] | None = None
+    attempt: asyncio.Task[None] | None = None
+    unreachable: int = 0  # attempts on replicas that were not reached
     obstacle: NoPlacement | None = None  # why there was no room the last time
-    resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
 
 
 class ModelActivator:
@@ -129,15 +133,19 @@ class ModelActivator:
         self._loads: dict[str, SharedLoad] = {}  # in the order of their first requests
         self._failures: dict[str, Backoff] = {}
         self._load_times_s: dict[str, float] = {}
-        self._wants_places = asyncio.Event()
-        # Model → the replica where room is made for it.
-        self._claimed: dict[str, str] = {}
+        self._has_loads = asyncio.Event()
+        self._seen_changes = 0
         self._tasks = TaskSet()
         self.is_on_demand = held.is_on_demand
         self.matches = held.matches
 
     async def __aenter__(self) -> ModelActivator:
-        for step in (self._give_places, self._report_usage, self._unload_idle_models):
+        for step in (
+            self._advance_loads,
+            self._update_facts,
+            self._report_usage,
+            self._review_models,
+        ):
             self._tasks.start(repeat(INITIATOR, step))
         return self
 
@@ -166,17 +174,13 @@ class ModelActivator:
         """
         if self._pool.is_served(model) or not self.can_activate(model):
             return timeout_s
-        waiting = self._usage.held_requests
+        waiting = self._usage.held_count
         if waiting >= self._usage.admission.max_waiting:
             self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
         started_at = perf_counter()
-        self._usage.held_requests += 1
-        try:
-            with hold_charge(), measure_phase("load"):
-                await self._wait(model, started_at, timeout_s)
-        finally:
-            self._usage.held_requests -= 1
+        with self._usage.hold(model), hold_charge(), measure_phase("load"):
+            await self._wait(model, started_at, timeout_s)
         return max(timeout_s - (perf_counter() - started_at), MIN_REMAINING_S)
 
     async def _wait(self, model: str, started_at: float, timeout_s: float) -> None:
@@ -186,34 +190,20 @@ class ModelActivator:
         load = self._loads.get(model) or self._start_load(model)
         load.waiters += 1
         try:
-            while not load.task.done():
+            while not load.result.done():
                 # The whole timeout applies to a load, the shorter one as long as there is no replica.
                 hold_s = min(timeout_s, self._settings.hold_s)
                 limit_s = timeout_s if self._is_loadable(model) else hold_s
                 remaining_s = started_at + limit_s - perf_counter()
                 if remaining_s <= 0:
                     raise self._build_timeout_error(model, load)
-                await asyncio.wait([load.task], timeout=remaining_s)
-            if (obstacle := load.task.result()) is not None:
+                await asyncio.wait([load.result], timeout=remaining_s)
+            if (obstacle := load.result.result()) is not None:
                 raise NoRoom(model, obstacle.holders)
-            with anyio.move_on_after(started_at + timeout_s - perf_counter()):
-                return await self._wait_for_turn(model, load)
-            raise self._build_timeout_error(model, load)
         except LoadFailed as exc:
             raise build_load_error(exc.model, exc.reason) from exc
         finally:
             load.waiters -= 1
-
-    async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
-        """Let requests through one by one: thousands at once would find the admission queue full."""
-        admission = self._usage.admission
-        async with load.resume_lock:
-            most_at_once = admission.max_waiting // 4
-            # An event would cost something for each request that ends.
-            while load.waiters > most_at_once and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
-                await asyncio.sleep(RESUME_PAUSE_S)
-            if load.waiters > most_at_once:
-                await asyncio.sleep(RESUME_PAUSE_S)  # the last one is admitted, or crowds the model
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):
@@ -227,84 +217,123 @@ class ModelActivator:
     # Loads
 
     def _start_load(self, model: str) -> SharedLoad:
-        task = self._tasks.start(self._load(model))
-        load = self._loads[model] = SharedLoad(task, perf_counter())
-        task.add_done_callback(lambda task: self._finish_load(model, task))
+        result = asyncio.get_running_loop().create_future()
+        load = self._loads[model] = SharedLoad(model, perf_counter(), result)
+        self._has_loads.set()
         return load
 
-    def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
-        self._loads.pop(model).obstacle = None
-        if not task.cancelled():
-            task.exception()  # the requests that waited may have gone
+    async def _advance_loads(self) -> None:
+        """Begin loads for which there is room, in the order of their first requests.
 
-    async def _load(self, model: str) -> NoPlacement | None:
-        """Wait for a replica and load the model, or return why there is no room for it."""
-        current_request_info.set(None)  # the load serves all requests, not only the first
-        load = self._loads[model]
-        unreachable = 0
-        while not self._pool.is_served(model) and load.waiters:
-            if not self.can_activate(model):
-                return None  # Triton's error tells why
-            if not self._pool.has_live_replica:
-                await self._pool.look_up_replicas()
-                continue
-            place = await self._wait_for_place(load)
-            if isinstance(place, NoPlacement):
-                return place
-            if place is not None:
-                try:
-                    if await self._load_at(model, place.replica):
-                        continue
-                except ModelControlModeConflict:
-                    continue  # this replica is not chosen again
-                except (RequestNotSent, BadUpstream):
-                    unreachable += 1
-                    if unreachable == MAX_UNREACHABLE:
-                        raise
-                finally:
-                    self._claimed.pop(model, None)
-            await asyncio.sleep(RETRY_PAUSE_S)
-        return None
+        A load for which there is no room yet does not hold up those behind it.
+        """
+        await self._has_loads.wait()
+        started_at = perf_counter()
+        for load in list(self._loads.values()):
+            if load.attempt is None:
+                self._advance(load)
+            await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
+        if not self._pool.has_live_replica:
+            await self._pool.look_up_replicas()
+        await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
+        if not self._loads:
+            self._has_loads.clear()
 
-    async def _load_at(self, model: str, replica_name: str) -> bool:
-        """Make room on the replica and load the model, unless another gateway does. Return whether it ended.
+    def _advance(self, load: SharedLoad) -> None:
+        model = load.model
+        if self._pool.is_served(model) or not (load.waiters and self.can_activate(model)):
+            self._finish(load, None)  # Triton's error tells why it is not ready
+        elif self._is_loadable(model):  # otherwise the reconciler loads it on a new replica
+            place = self._choose_place(model)
+            if isinstance(place, Placement):
+                load.obstacle = None
+                load.attempt = self._tasks.start(self._attempt(load, place.replica))
+            elif place is not None:
+                load.obstacle = place
+                if place.is_final:
+                    self._finish(load, place)
+
+    def _finish(self, load: SharedLoad, result: NoPlacement | GatewayError | None) -> None:
+        self._loads.pop(load.model)
+        if isinstance(result, GatewayError):
+            load.result.set_exception(result)
+            load.result.exception()  # the requests that waited may have gone
+        else:
+            load.result.set_result(result)
+
+    async def _attempt(self, load: SharedLoad, replica_name: str) -> None:
+        try:
+            await self._load_at(load.model, replica_name)
+        except ModelControlModeConflict:
+            pass  # this replica is not chosen again
+        except (RequestNotSent, BadUpstream) as exc:
+            load.unreachable += 1
+            if load.unreachable == MAX_UNREACHABLE:
+                self._finish(load, exc)
+        except GatewayError as exc:
+            self._finish(load, exc)
+        else:
+            if self._pool.is_served(load.model):
+                self._finish(load, None)
+        finally:
+            load.attempt = None
+
+    async def _update_facts(self) -> None:
+        """Read the configs of models that became ready: an unknown one is not evicted."""
+        if self.held.is_enabled:
+            await self.held.update()
+        await asyncio.sleep(RETRY_PAUSE_S)
+        self._seen_changes = await self._pool.changes.wait(self._seen_changes, FACTS_INTERVAL_S)
+
+    async def _load_at(self, model: str, replica_name: str) -> None:
+        """Make room on the replica and load the model, unless another gateway does.
 
         Raises the `GatewayError` of a failed load.
         """
         started_at = perf_counter()
-        # Of gateways that share a state, only one at a time changes a replica or a model.
-        async with (
-            self._reconciler.lock_model(model),
-            self._state.lease(f"model:{model}") as has_model,
-        ):
-            if self._pool.is_served(model) or not self._is_loadable(model):
-                return True  # an administrator loaded or unloaded it
+        async with self._reconciler.try_lock_model(model) as has_model:
             replica = self._pool.find_replica(replica_name)
-            if replica is None or not has_model:
-                return False
+            if replica is None or not has_model or not self._is_loadable(model):
+                return
+            await self._state.begin_demand(model)
+            # Of gateways that share a state, one at a time decides what a replica holds.
             async with self._state.lease(f"replica:{replica.name}") as has_replica:
                 if not has_replica or not await self._make_room(model, replica):
-                    return False
-                started_load = await self._state.begin_load(replica.name, model)
-            self._claimed.pop(model, None)
-            log.info("loading model %s on %s on demand", model, replica.name)
-            action = ModelAction(model, True, self.held.get_load_parameters(model))
-            try:
-                await self._loader.run(replica, action, INITIATOR, started_load)
-            except GatewayError as exc:
-                log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
-                if isinstance(exc, DeadlinePassed):
-                    late = "it did not become ready within GATEWAY_LOAD_TIMEOUT_S"
-                    raise self._record_failure(LoadFailed(model, late)) from exc
-                if isinstance(exc, LoadFailed):
-                    self._record_failure(exc)
-                raise
-        await self.held.update()
+                    return
+                log.info("loading model %s on %s on demand", model, replica.name)
+                loading = self._tasks.start(self._run_load(model, replica))
+                await self._wait_until_listed(model, replica, loading)
+            await loading
         self._usage.record_use(model)
         self._failures.pop(model, None)
         duration_s = self._load_times_s[model] = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
-        return True
+
+    async def _run_load(self, model: str, replica: Replica) -> None:
+        try:
+            desired = self._state.demanded_models.get(model)
+            generation = "" if desired is None else desired.generation
+            action = ModelAction(model, True, self.held.get_load_parameters(model), generation)
+            await self._loader.run(replica, action, INITIATOR)
+        except GatewayError as exc:
+            log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
+            if isinstance(exc, DeadlinePassed):
+                late = "it did not become ready within GATEWAY_LOAD_TIMEOUT_S"
+                raise self._record_failure(LoadFailed(model, late)) from exc
+            if isinstance(exc, LoadFailed):
+                self._record_failure(exc)
+            raise
+
+    async def _wait_until_listed(
+        self, model: str, replica: Replica, loading: asyncio.Task[None]
+    ) -> None:
+        """Wait until the replica's index has the load, so that other gateways know of it."""
+        while not (
+            loading.done() or replica.index.is_loading(model) or replica.index.is_ready(model)
+        ):
+            pause_s = max(ACTION_POLL_S, replica.index_schedule.duration_s)
+            await asyncio.wait([loading], timeout=pause_s)
+            await self._pool.monitor.probe(replica)
 
     def _record_failure(self, error: LoadFailed) -> LoadFailed:
         failure = self._failures.get(error.model, Backoff())
@@ -312,47 +341,6 @@ class ModelActivator:
         return error
 
     # Room for a load
-
-    async def _wait_for_place(self, load: SharedLoad) -> Placement | NoPlacement | None:
-        """Return a place for the load, or why there will be none.
-
-        None while the model or the replicas are changing.
-        """
-        load.place = asyncio.get_running_loop().create_future()
-        self._wants_places.set()
-        try:
-            return await load.place
-        finally:
-            load.place = None
-
-    async def _give_places(self) -> None:
-        """Give room to the loads that wait for it, in the order of their first requests.
-
-        A load for which there is no room yet does not hold up those behind it.
-        """
-        await self._wants_places.wait()
-        await self.held.update()
-        started_at = perf_counter()
-        for model, load in list(self._loads.items()):
-            self._give_place(model, load)
-            await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
-        await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
-        if all(load.place is None for load in self._loads.values()):
-            self._wants_places.clear()
-
-    def _give_place(self, model: str, load: SharedLoad) -> None:
-        if load.place is None or load.place.done():
-            return
-        place = self._choose_place(model) if load.waiters else None
-        if isinstance(place, NoPlacement):
-            load.obstacle = place
-            if not place.is_final:
-                return
-        elif place is not None:
-            if place.replica in self._claimed.values():
-                return
-            self._claimed[model] = place.replica
-        load.place.set_result(place)
 
     def _choose_place(self, model: str) -> Placement | NoPlacement | None:
         """Return the place for the model; None while it is being loaded, or no replica can load it."""
@@ -388,7 +376,7 @@ class ModelActivator:
 
     async def _make_room(self, model: str, replica: Replica) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
-        await self._state.refresh_loads()
+        await self._state.refresh_tables()
         await self._exchange_usage()
         await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.held.update(max_age_s=0.0)
@@ -401,12 +389,28 @@ class ModelActivator:
 
     # Unloads
 
-    async def _unload_idle_models(self) -> None:
-        await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
-        is_wanted = self._settings.idle_unload_s and self.held.is_enabled
-        if is_wanted and self._reconciler.is_leader:
-            await self.held.update()
+    async def _review_models(self) -> None:
+        """Unload idle models, and end the demand for those that no replica has and nobody waits for."""
+        await asyncio.sleep(REVIEW_INTERVAL_S)
+        if not self.held.is_enabled or not await self._state.renew_lease(LEASE_NAME):
+            return
+        if self._settings.idle_unload_s:
             await asyncio.gather(*map(self._unload_idle_models_of, self._list_replicas()))
+        for model in self._state.demanded_models:
+            if not (self._pool.is_held(model) or self._usage.count_requests(model)):
+                await self._renew_demand(model)
+
+    async def _renew_demand(self, model: str) -> None:
+        """Load a model whose replica has ended again if it was used lately; otherwise forget it."""
+        used_s = perf_counter() - self._usage.get_last_used(model)
+        if self.is_on_demand(model) and self._usage.was_used(model) and used_s < RECENT_USE_S:
+            self._tasks.start(self._load_again(model))
+        else:
+            await self._state.end_demand(model)
+
+    async def _load_again(self, model: str) -> None:
+        with self._usage.hold(model), suppress(GatewayError):
+            await self._wait(model, perf_counter(), RECENT_USE_S)
 
     async def _unload_idle_models_of(self, replica: Replica) -> None:
         if self._find_idle_models(replica):
@@ -436,19 +440,24 @@ class ModelActivator:
         return True
 
     async def _unload(self, replica: Replica, model: str, reason: str) -> bool:
+        await self._state.end_demand(model)
         if replica.index.is_unloaded(model):
             return True  # Triton unloaded it together with its ensemble
         log.info("unloading model %s from %s %s", model, replica.name, reason)
         try:
-            action = ModelAction(model, False, {})
-            unload = asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
-            await asyncio.wait_for(unload, EVICTION_TIMEOUT_S)
+            unload = self._tasks.start(self._run_unload(replica, model))
+            return await asyncio.wait_for(asyncio.shield(unload), EVICTION_TIMEOUT_S)
         except asyncio.TimeoutError:
             return False
         except GatewayError as exc:
             log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
             return False
-        return True
+
+    async def _run_unload(self, replica: Replica, model: str) -> bool:
+        async with self._reconciler.try_lock_model(model) as is_granted:
+            if is_granted:
+                await self._loader.run(replica, ModelAction(model, False), INITIATOR)
+            return is_granted
 
     # Reports to the other gateways
 

@@ -36,7 +36,7 @@ def attach_on_demand(settings: Settings) -> Attachment:
         usage = ModelUsage(services.admission, perf_counter)
 
         async def report_demand() -> None:
-            metrics.held_requests.set(usage.held_requests)
+            metrics.held_requests.set(usage.held_count)
             metrics.demand.set(usage.count_demand())
             await asyncio.sleep(DEMAND_INTERVAL_S)
 

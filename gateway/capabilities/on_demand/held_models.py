@@ -24,7 +24,6 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
 from gateway.repository.repository import Repository
-from gateway.repository.state.content import is_in_progress
 
 # A model is not evicted for this time after it was loaded or used: a caller that asks for many models must
 # not have those of others reloaded all the time. Gateways report their uses in a quarter of it.
@@ -125,11 +124,9 @@ class HeldModels:
         described = []
         for replica in replicas:
             index = replica.index
-            loads = self._state.loads.get(replica.name, {})
-            started = {name for name, load in loads.items() if is_in_progress(load)}
-            parts = {part for name in started for part in self._find_parts(name)}
+            changing = index.changing_models
+            parts = {part for name in changing for part in self._find_parts(name)}
             wanted = desired & index.models.keys()
-            changing = index.changing_models | started
             models = []
             for name in sorted(index.ready_models | changing | wanted | parts):
                 if name not in known:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from gateway.capacity.admission import AdmissionQueue
@@ -18,13 +19,31 @@ class ModelUsage:
 
     def __init__(self, admission: AdmissionQueue, clock: Callable[[], float]) -> None:
         self.admission = admission
-        self.held_requests = 0  # requests that wait for a replica or a load
+        # By model: requests that wait for a replica or a load.
+        self._held_requests: Counter[str] = Counter()
         self._clock = clock
         self._started_at = clock()
         self._last_used: dict[str, float] = {}  # the ends of requests
         # By the last reports of the other gateways.
         self._others_last_used: dict[str, float] = {}
         self._others_requests: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, model: str) -> Iterator[None]:
+        """Count a request that waits for a replica or for a load."""
+        self._held_requests[model] += 1
+        try:
+            yield
+        finally:
+            self._held_requests[model] -= 1
+            self._held_requests += Counter()  # drops what is zero
+
+    @property
+    def held_count(self) -> int:
+        return self._held_requests.total()
+
+    def was_used(self, model: str) -> bool:
+        return model in self._last_used or model in self._others_last_used
 
     def record_use(self, model: str) -> None:
         self._last_used[model] = self._clock()
@@ -35,18 +54,20 @@ class ModelUsage:
         return max(own, self._others_last_used.get(model, own))
 
     def count_requests(self, model: str) -> int:
-        """Return the number of requests that run or wait for a slot, on all gateways."""
-        return self.admission.count_requests(model) + self._others_requests[model]
+        """Return the number of requests that run or wait, on all gateways."""
+        own = self.admission.count_requests(model) + self._held_requests[model]
+        return own + self._others_requests[model]
 
     def count_demand(self) -> int:
         """Return the number of inferences that run or wait on this gateway."""
-        return self.admission.running + self.admission.waiting + self.held_requests
+        return self.admission.running + self.admission.waiting + self.held_count
 
     def build_report(self) -> dict[str, Any]:
         """Return the report for other gateways: times are ages, because their clocks differ."""
         now = self._clock()
         ages = {name: round(now - at, 3) for name, at in self._last_used.items()}
-        return {"ages": ages, "requests": self.admission.count_all_requests()}
+        requests = Counter(self.admission.count_all_requests()) + self._held_requests
+        return {"ages": ages, "requests": requests}
 
     def apply_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
         now = self._clock()

@@ -1,4 +1,4 @@
-"""The content of the state, as values: tables, desired models, loads, events, operations.
+"""The content of the state, as values: tables, desired models, confirmed loads, events, operations.
 
 Others can write to the state too, so every document is parsed into one of these values, or skipped.
 """
@@ -6,10 +6,10 @@ Others can write to the state too, so every document is parsed into one of these
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from enum import Enum
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
 import orjson
 
@@ -114,18 +114,35 @@ def with_entry(table: RawTable, keys: Sequence[str], value: Any) -> dict[str, An
 # The desired models, the cordons, and the tables of capabilities.
 
 
+class Origin(Enum):
+    """Who desires a model; only what a file declares is not stored."""
+
+    declared = "declared"
+    api = "api"
+    demand = "demand"  # requests, while they use it
+
+
+ALL: Final = "all"
+ReplicaCount = int | Literal["all"]
+
+
 @dataclass(frozen=True)
 class DesiredModel:
-    """The state of a model that the API requested: loaded with some parameters, or unloaded."""
+    """How many replicas should have a model loaded, and with which parameters; 0 keeps it unloaded."""
 
-    is_loaded: bool
+    replicas: ReplicaCount
     parameters: Document = field(default_factory=dict)
-    revision: int = 0  # assigned by the store; a repeated request gets a new one
+    revision: int = 0  # of its entry, assigned by the store; a repeated request gets a new one
     config_digest: str = ""  # set if the config comes from the models file
+    origin: Origin = Origin.api
 
     @property
-    def load_id(self) -> str:
-        """Return the identity of this load; empty if any load of the model is sufficient."""
+    def is_loaded(self) -> bool:
+        return self.replicas != 0
+
+    @property
+    def generation(self) -> str:
+        """Return what a replica confirms that has loaded it; empty if any load of the model is sufficient."""
         revision = str(self.revision) if self.revision else ""
         return f"{revision}/{self.config_digest}" if self.config_digest else revision
 
@@ -136,14 +153,22 @@ class DesiredModel:
         return {**described, "parameters": names[:MAX_RECORDED_PARAMETERS]} if names else described
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that is stored and exported, without the revision."""
-        return {"loaded": self.is_loaded, "parameters": dict(self.parameters)}
+        """Return the document that is stored, without the revision."""
+        return {
+            "replicas": self.replicas,
+            "parameters": dict(self.parameters),
+            "origin": self.origin.value,
+        }
 
 
 def parse_desired_model(entry: TableEntry) -> DesiredModel:
     match entry.document:
-        case {"loaded": bool(loaded), "parameters": dict(parameters)}:
-            return DesiredModel(loaded, parameters, entry.revision)
+        case {"replicas": "all" | int(), "parameters": dict(), "origin": "api" | "demand"}:
+            document = entry.document
+            replicas: ReplicaCount = document["replicas"]
+            if replicas == ALL or (not isinstance(replicas, bool) and replicas >= 0):
+                origin = Origin(document["origin"])
+                return DesiredModel(replicas, document["parameters"], entry.revision, origin=origin)
     raise UnreadableState(f"unexpected structure of model {quote_text(entry.keys[0])}")
 
 
@@ -173,73 +198,35 @@ CORDONS: Final[Table[Mapping[str, bool]]] = Table(
 CAPABILITY_TABLES: Final = ("labels",)
 
 
-# The loads: which load of each model every replica confirmed, and loads in progress.
+# What each replica confirmed: the generation of its last load of each model. It is deleted before another
+# load begins, and written by the gateway that ran it. Without one, the model is loaded again.
 
-# Replica → model → the id of the last confirmed load, or the token of a load in progress.
-Loads = Mapping[str, Mapping[str, str]]
-IN_PROGRESS_PREFIX: Final = "?"
-UNKNOWN_LOAD: Final = ""  # the replica may have any load of the model, or none
-LOAD: Final = re.compile(
-    rf"\{IN_PROGRESS_PREFIX}[0-9a-f]*:[0-9a-f]{{16}}|[0-9]{{0,15}}(/[0-9a-f]+)?"
+Confirmed = Mapping[str, Mapping[str, str]]  # replica → model → generation
+GENERATION: Final = re.compile(r"[0-9]{0,15}(/[0-9a-f]{1,100})?")
+
+
+def parse_generation(entry: TableEntry) -> str:
+    generation = entry.document
+    if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
+        raise UnreadableState("it is not a generation")
+    return generation
+
+
+CONFIRMED: Final[Table[Confirmed]] = Table(
+    "confirmed", parse_generation, subject="replica", is_durable=False
 )
-MAX_LOAD_CHARS: Final = 200
+# Why the last load of a model on a replica failed, until one succeeds there.
+MAX_ERROR_CHARS: Final = 4000
 
 
-@dataclass(frozen=True)
-class StartedLoad:
-    """A load in progress on a replica, and the load that the replica had confirmed before."""
-
-    token: str
-    confirmed_load: str
+def parse_load_error(entry: TableEntry) -> str:
+    check_form(entry.document, str)
+    return str(entry.document)
 
 
-def parse_load(entry: TableEntry) -> str:
-    load = entry.document
-    if not isinstance(load, str) or len(load) > MAX_LOAD_CHARS or not LOAD.fullmatch(load):
-        raise UnreadableState("it is not the id of a load")
-    return load
-
-
-LOADS: Final[Table[Loads]] = Table("loads", parse_load, subject="replica", is_durable=False)
-
-
-def new_load_token(owner: str) -> str:
-    return f"{IN_PROGRESS_PREFIX}{owner}:{secrets.token_hex(8)}"
-
-
-def is_in_progress(load: str) -> bool:
-    return load.startswith(IN_PROGRESS_PREFIX)
-
-
-def token_owner(token: str) -> str:
-    return token[len(IN_PROGRESS_PREFIX) :].partition(":")[0]
-
-
-def drop_token(load: str) -> str:
-    """Return a confirmed load; empty if it is in progress, and so unknown."""
-    return "" if is_in_progress(load) else load
-
-
-def with_load(loads: Loads, replica: str, model: str, load: str) -> Loads:
-    """Return the table with a load; without one if it is unknown."""
-    return with_entry(loads, (replica, model), load or None)
-
-
-def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> Loads:
-    """Return the table without loads in progress of exited processes: their results are unknown."""
-    return {
-        replica: {
-            model: load
-            for model, load in models.items()
-            if not is_in_progress(load) or token_owner(load) in live_owners
-        }
-        for replica, models in loads.items()
-    }
-
-
-def load_owners(loads: Loads) -> frozenset[str]:
-    all_loads = (load for models in loads.values() for load in models.values())
-    return frozenset(token_owner(load) for load in all_loads if is_in_progress(load))
+LOAD_ERRORS: Final[Table[Confirmed]] = Table(
+    "load_errors", parse_load_error, subject="replica", is_durable=False
+)
 
 
 # Events: their ids, by which they are in order in every store.
@@ -300,6 +287,7 @@ OPERATION_FORM: Final = {
     **dict.fromkeys(("id", "action", "model", "state", "operation", "error", "code"), str),
     "replicas": {str: {str: str}},
     "updated_at": int,
+    "owner": str,
     "forgotten_unloads": [str],
     "unloaded_dependents": [str],
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar, cast
 
@@ -19,31 +19,24 @@ from gateway.errors import Conflict, StateUnavailable
 from gateway.messages import quote_text
 from gateway.repository.state.content import (
     CAPABILITY_TABLES,
+    CONFIRMED,
     CORDONS,
-    LOADS,
+    LOAD_ERRORS,
     MAX_DOCUMENT_BYTES,
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    UNKNOWN_LOAD,
     DesiredModel,
     Document,
     EventId,
     Keys,
-    Loads,
     RawTable,
-    StartedLoad,
     StoredEvent,
     Table,
     create_raw_table,
     decode_event,
     decode_operation,
-    drop_orphaned_loads,
-    drop_token,
-    is_in_progress,
     is_operation_id,
-    load_owners,
-    new_load_token,
 )
 from gateway.repository.state.documents import (
     UnreadableState,
@@ -65,7 +58,7 @@ from gateway.repository.state.interface import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LEASE_S: Final = 5.0  # of leases, of reports, and of the loads of a process
+LEASE_S: Final = 5.0  # of leases, of reports, and of the operations of a process
 QUOTA_TTL_S: Final = 40 * 24 * 3600  # longer than a month
 MAX_RESTORATIONS: Final = 3  # for one call
 LOST_REPEATEDLY: Final = "it was lost repeatedly"
@@ -75,7 +68,8 @@ REPORTS: Final = "reports"
 QUOTAS: Final = "quotas"
 TABLES: Final[Sequence[Table[Any]]] = (
     MODELS,
-    LOADS,
+    CONFIRMED,
+    LOAD_ERRORS,
     CORDONS,
     *map(create_raw_table, CAPABILITY_TABLES),
 )
@@ -103,13 +97,12 @@ class CachedTable:
         self.change = change
         self.entries = entries
 
-    def list_lasting_entries(self) -> Entries:
-        """Return the entries that may be written again: nobody would end a load in progress."""
+    def list_readable_entries(self) -> Entries:
+        """Return the entries that may be written again."""
         return {
             key: self.entries[key]
             for key, each in self.parsed.items()
             if not isinstance(each, UnreadableState)
-            and (self.table is not LOADS or not is_in_progress(each[1]))
         }
 
 
@@ -118,7 +111,7 @@ class StateStore:
 
     def __init__(self, place: KeyValues) -> None:
         self._place = place
-        self._owner = secrets.token_hex(16)
+        self.owner = secrets.token_hex(16)  # this process
         self._claims: set[str] = set()  # names that this process may have
         self._tables = {table.name: CachedTable(table) for table in TABLES}
         self._revision = 0
@@ -139,7 +132,7 @@ class StateStore:
     def get_documents(self, name: str) -> RawTable:
         """Return a table of a capability as JSON, as it was last read or changed."""
         raw = CachedTable(create_raw_table(name))
-        raw.update(UNKNOWN_CHANGE, self._tables[name].list_lasting_entries())
+        raw.update(UNKNOWN_CHANGE, self._tables[name].list_readable_entries())
         return cast(RawTable, raw.value)
 
     async def refresh(self) -> None:
@@ -174,7 +167,7 @@ class StateStore:
 
     async def _restore(self) -> None:
         """Write the last known state again, unless another gateway has done it."""
-        tables = {name: each.list_lasting_entries() for name, each in self._tables.items()}
+        tables = {name: each.list_readable_entries() for name, each in self._tables.items()}
         if await self._place.restore(self._revision, tables):
             self.loss_count += 1
             counts = {name: len(each.value) for name, each in self._tables.items()}
@@ -243,53 +236,11 @@ class StateStore:
             self._update(cached, cached.change, entries)
         return revision
 
-    # Loads.
-
-    async def read_loads(self) -> Loads:
-        """Return the last confirmed loads, without those in progress of processes that have exited."""
-        loads = await self.read(LOADS)
-        live = {self._owner}
-        if others := sorted(load_owners(loads) - live):
-            names = [format_alive_name(owner) for owner in others]
-            claims = await self._place.get(names)
-            live.update(
-                owner for owner, claim in zip(others, claims, strict=True) if claim is not None
-            )
-        return drop_orphaned_loads(loads, frozenset(live))
-
-    async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        """Record a load in progress; return its token, and the load confirmed before."""
-        await self._claim()
-        token = new_load_token(self._owner)
-        before = await self._replace_load((replica, model), lambda _: token)
-        return StartedLoad(token, drop_token(before))
-
-    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """Record the load that a replica has now; empty, or unknown if another load has begun since.
-
-        It is unknown which of two loads ended last. A repeated call changes nothing.
-        """
-
-        def find_result(load: str) -> str:
-            return resulting_load if load in (token, resulting_load) else UNKNOWN_LOAD
-
-        await self._replace_load((replica, model), find_result)
-
-    async def _replace_load(self, keys: Keys, find_load: Callable[[str], str]) -> str:
-        """Replace the load of a replica and a model, and return the one before."""
-        replica, model = keys
-        while True:
-            before = self.get(LOADS).get(replica, {}).get(model, UNKNOWN_LOAD)
-            entry = self._tables[LOADS.name].entries.get(LOADS.encode_keys(keys))
-            revision = 0 if entry is None else entry.revision
-            if await self._write(LOADS, keys, find_load(before) or None, revision):
-                return before
-            await self.refresh()  # another process has changed it
-
-    async def forget_loads(self, replica: str) -> None:
-        """Delete the confirmed loads of a replica that restarted or was removed."""
-        for model in (await self.read(LOADS)).get(replica, {}):
-            await self._write(LOADS, (replica, model), None)
+    async def forget_replica(self, table: Table[T], replica: str) -> None:
+        """Delete all entries of a replica from a table whose first key it is."""
+        entries = cast("Mapping[str, Mapping[str, Any]]", self.get(table))
+        for model in entries.get(replica, {}):
+            await self._write(table, (replica, model), None)
 
     # Operations and events.
 
@@ -339,21 +290,30 @@ class StateStore:
         return await self._claim(f"lease:{name}")
 
     async def _claim(self, *names: str) -> bool:
-        """Claim names, and the one that shows that this process is alive: the loads of others are over."""
-        alive = format_alive_name(self._owner)
+        """Claim names, and the one that shows that this process is alive."""
+        alive = format_alive_name(self.owner)
         self._claims.update(names, [alive])
-        return await self._place.claim([alive, *names], self._owner, LEASE_S)
+        return await self._place.claim([alive, *names], self.owner, LEASE_S)
+
+    async def renew_presence(self) -> None:
+        """Show for five seconds that this process is alive: the operations of others are lost."""
+        await self._claim()
+
+    async def is_present(self, owner: str) -> bool:
+        """Return whether a process has shown that it is alive."""
+        (claim,) = await self._place.get([format_alive_name(owner)])
+        return claim is not None
 
     async def release_lease(self, name: str) -> None:
         """Give a lease back; nothing happens without it."""
         self._claims.discard(f"lease:{name}")
-        await self._place.release([f"lease:{name}"], self._owner)
+        await self._place.release([f"lease:{name}"], self.owner)
 
     async def exchange_reports(self, report: Document) -> list[Document]:
         """Publish this process's report, and return the last ones of the others, for five seconds each."""
         own = encode_stored_document(report, MAX_DOCUMENT_BYTES)
         reports: list[Document] = []
-        for raw in await self._place.exchange(self._owner, own, LEASE_S):
+        for raw in await self._place.exchange(self.owner, own, LEASE_S):
             with self._count_unreadable(REPORTS):
                 document = decode_document(raw, MAX_DOCUMENT_BYTES)
                 check_form(document, {})
@@ -396,7 +356,7 @@ class StateStore:
         # Resign, so that another process leads at once and not only when the lease has expired.
         if self._claims:
             with suppress(StateUnavailable):
-                await self._place.release(sorted(self._claims), self._owner)
+                await self._place.release(sorted(self._claims), self.owner)
         await self._place.close()
 
 
@@ -414,7 +374,7 @@ class ReadOnlyStateStore(StateStore):
     """State for gateways that do not share any: only the models file decides on loads."""
 
     async def _write(self, table: Table[Any], keys: Keys, document: Any, *revisions: Any) -> int:
-        if table is not LOADS:
+        if table not in (CONFIRMED, LOAD_ERRORS):
             raise StateNotShared(table.subject, keys[0])
         return await super()._write(table, keys, document, *revisions)
 

@@ -10,13 +10,15 @@ from typing import Any, Final
 import orjson
 
 from gateway.errors import StateUnavailable
-from gateway.messages import CommandError
+from gateway.messages import CommandError, quote_text
 from gateway.repository.state.content import (
+    ALL,
     CAPABILITY_TABLES,
     CORDONS,
     MODELS,
     DesiredModel,
     Keys,
+    Origin,
     RawTable,
     Table,
     TableEntry,
@@ -42,14 +44,14 @@ class BadExport(CommandError):
 
 @dataclass(frozen=True)
 class ExportedState:
-    """The state without what belongs to one store: revisions, loads and operations."""
+    """The state without what belongs to one store: revisions, confirmed loads and operations."""
 
     models: Mapping[str, DesiredModel]
     tables: Mapping[str, RawTable]  # name → table of a capability
     cordons: frozenset[str]
 
     def to_json(self) -> bytes:
-        models = {name: self.models[name].to_dict() for name in sorted(self.models)}
+        models = {name: export_model(self.models[name]) for name in sorted(self.models)}
         tables = {
             name: {model: dict(sorted(values.items())) for model, values in sorted(table.items())}
             for name, table in self.tables.items()
@@ -69,6 +71,18 @@ class ExportedState:
         return entries | {(CORDONS.name, (name,)): True for name in sorted(self.cordons)}
 
 
+def export_model(model: DesiredModel) -> dict[str, Any]:
+    return {"loaded": model.is_loaded, "parameters": dict(model.parameters)}
+
+
+def parse_exported_model(name: str, document: Any) -> DesiredModel:
+    """Raises `UnreadableState`."""
+    match document:
+        case {"loaded": bool(is_loaded), "parameters": dict(parameters)}:
+            return DesiredModel(ALL if is_loaded else 0, parameters)
+    raise UnreadableState(f"unexpected structure of model {quote_text(name)}")
+
+
 def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> ExportedState:
     """Parse an exported state. Raises `BadExport`, also if a capability cannot read an entry of its table."""
     try:
@@ -77,8 +91,7 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
         if (version := document.get("format")) != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
         models = {
-            name: parse_desired_model(TableEntry((name,), each))
-            for name, each in document["models"].items()
+            name: parse_exported_model(name, each) for name, each in document["models"].items()
         }
         tables = {name: document.get(name, {}) for name in CAPABILITY_TABLES}
         exported = ExportedState(models, tables, frozenset(document["cordons"]))
@@ -96,7 +109,9 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
 async def export_state(store: StateStore) -> ExportedState:
     await store.refresh()
     tables = {name: store.get_documents(name) for name in CAPABILITY_TABLES}
-    return ExportedState(store.get(MODELS), tables, frozenset(store.get(CORDONS)))
+    stored = store.get(MODELS).items()
+    models = {name: model for name, model in stored if model.origin is Origin.api}
+    return ExportedState(models, tables, frozenset(store.get(CORDONS)))
 
 
 async def import_state(store: StateStore, exported: ExportedState, caller: str = "") -> None:

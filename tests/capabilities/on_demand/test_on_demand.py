@@ -397,6 +397,23 @@ def test_model_is_loaded_elsewhere_when_its_only_replica_is_killed(three: list[T
             holder.wait()
 
 
+def test_model_that_was_used_lately_is_loaded_again_when_its_replica_ends(
+    three: list[Triton],
+) -> None:
+    with on_demand_fleet(three) as fleet:
+        assert fleet.infer("model00").status_code == 200
+        (holder,) = [triton for triton in three if "model00" in list_held(triton)]
+        others = [triton for triton in three if triton is not holder]
+        holder.kill()
+        try:
+            wait_until(lambda: any("model00" in list_held(triton) for triton in others))
+        finally:
+            holder.start()
+            holder.wait()
+        assert fleet.unload("model00").status_code == 200
+        assert not any("model00" in list_held(triton) for triton in three)
+
+
 def test_load_of_a_killed_gateway_is_used_by_the_next_one(three: list[Triton]) -> None:
     with load_trouble(three, "model10") as end_trouble:
         with on_demand_fleet(three) as fleet, ThreadPoolExecutor(2) as pool:

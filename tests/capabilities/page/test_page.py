@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 
 from gateway import __version__
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.repository.state.content import DesiredModel
+from gateway.repository.state.content import ALL, DesiredModel
 from gateway.repository.state.places import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
     list_held,
@@ -562,7 +562,7 @@ async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
     page: browser.Page, triton: tuple[str, Names], tmp_path: Path
 ) -> None:
     state = f"file://{tmp_path}/state.db"
-    await open_state_store(state).set_desired_model("lost", DesiredModel(True))
+    await open_state_store(state).set_desired_model("lost", DesiredModel(ALL))
     with gateway_of(page, triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")
         row = '#models tr[data-key="lost"]'

@@ -147,7 +147,8 @@ def test_files_stay_until_no_replica_loads_the_model(place: FolderPlace, is_read
                     "CHANGE_IN_PROGRESS",
                 ), changed
                 assert "a load on " in refused.json()["error"]
-                assert loading.address in refused.json()["error"]
+                # A model that is served is loaded on one replica after the other.
+                assert is_ready or loading.address in refused.json()["error"]
                 assert sorted(folder.rglob("*.p*")) == files
             removal = pool.submit(place.client.delete, f"{path}/versions/2")
         finally:

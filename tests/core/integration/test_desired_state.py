@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.repository.state.content import DesiredModel
+from gateway.repository.state.content import ALL, DesiredModel
 from tests.support.fleet import BODY, ECHO, write_echo
 from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway, triton_on_free_ports
@@ -30,8 +30,8 @@ CONFIG = orjson.dumps(
     }
 ).decode()
 MODELS = {
-    "other": DesiredModel(True),
-    "late": DesiredModel(True, {"config": CONFIG, "file:1/model.py": TRIPLES}),
+    "other": DesiredModel(ALL),
+    "late": DesiredModel(ALL, {"config": CONFIG, "file:1/model.py": TRIPLES}),
 }
 
 

@@ -10,13 +10,16 @@ import itertools
 import shutil
 import socket
 import statistics
+import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -43,10 +46,10 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import PartialFailure
-from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
+from gateway.repository.plan import INITIAL_BACKOFF_S, ReplicaView, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.repository.repository import Repository, build_repository
-from gateway.repository.state.content import CORDONS, DesiredModel
+from gateway.repository.state.content import ALL, CONFIRMED, CORDONS, DesiredModel
 from gateway.repository.state.places import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from gateway.triton.request_target import RequestTarget
@@ -387,13 +390,40 @@ def test_plan_of_a_replica_costs_the_same_per_model() -> None:
     def plan(models: int) -> int:
         entries = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
         index = parse_index(entries)
-        wishes = {entry["name"]: DesiredModel(True, revision=1) for entry in entries}
-        loads = dict.fromkeys(wishes, "1")
-        assert not list(plan_actions(wishes, index, loads))
-        return count_calls(lambda: list(plan_actions(wishes, index, loads)))
+        desired = {entry["name"]: DesiredModel(ALL, revision=1) for entry in entries}
+        replica = ReplicaView("a", index, confirmed=dict.fromkeys(desired, "1"))
+        assert plan_actions(desired, [replica], {}) == []
+        return count_calls(lambda: plan_actions(desired, [replica], {}))
 
     few, many = plan(MODELS), plan(10 * MODELS)
     assert many <= 10 * few
+
+
+IS_LOADING: ContextVar[bool] = ContextVar("is_loading", default=False)
+
+
+async def test_load_passes_few_modules() -> None:
+    """Those of its own tasks: the ones that only watch the replicas do not count."""
+    modules: set[str] = set()
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and IS_LOADING.get():
+            modules.add(frame.f_code.co_filename)
+
+    async def load(repository: Repository) -> None:
+        IS_LOADING.set(True)
+        await repository.load("m", {})
+
+    async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
+        loading = asyncio.create_task(load(repository))
+        sys.setprofile(record)
+        try:
+            await loading
+        finally:
+            sys.setprofile(None)
+    rooms = Counter(Path(name).parent.name for name in modules if "/gateway/" in name)
+    assert rooms["repository"] <= 10, sorted(modules)
+    assert rooms["state"] <= 5, sorted(modules)
 
 
 async def test_pool_that_is_closed_leaves_no_task_or_connection() -> None:
@@ -478,21 +508,15 @@ async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_pa
             for fake in fakes[1:]:
                 fake.load_s = 3600
             loading = asyncio.create_task(ended.load("m", {}))
-            await wait_until_async(lambda: all(fake.requests["load"] == 2 for fake in fakes))
-            await wait_until_async(
-                lambda: len(ended.outdated_replicas("m")) == 0
-            )  # under way, or done
+            # One replica after the other, because they serve the model.
+            await wait_until_async(lambda: any(fake.requests["load"] == 2 for fake in fakes[1:]))
         loading.cancel()
         for fake in fakes[1:]:
             fake.load_s = 0
         async with managing(pool, state=state) as following:
-            await wait_until_async(
-                lambda: (
-                    [fake.requests["load"] for fake in fakes[1:]] == [3, 3]
-                    and not following.outdated_replicas("m")
-                )
-            )
-            assert not following.loader.list_errors()
+            await wait_until_async(lambda: not following.outdated_replicas("m"))
+            assert sum(fake.requests["load"] for fake in fakes) == 3 + 3 + 1  # that one again
+            assert not following.state.list_load_errors()
 
 
 @with_skips
@@ -555,6 +579,36 @@ async def test_replica_that_restarts_gets_the_models_and_parameters_of_the_fleet
         assert fakes[0].requests["load"] == 2
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_replica_that_restarts_between_two_passes_of_the_reconciler_is_loaded_again(
+    is_silent: bool,
+) -> None:
+    """It refuses a connection, or it answers no probe and lacks a model afterwards."""
+    async with (
+        simulated_replicas(2, ["m", "other"]) as fakes,
+        over(fakes, NEVER_S) as pool,
+        managing(pool) as repository,
+    ):
+        for model in ("m", "other"):
+            await repository.load(model, {"unload_dependents": True})  # any parameter
+        fake = fakes[0]
+        replica = replica_of(pool, fake)
+        fake.requests.clear()
+        if is_silent:
+            fake.hangs = True
+            await pool.monitor.probe(replica)
+            fake.hangs = False
+        else:
+            await fake.stop()
+            await pool.monitor.probe(replica)
+            await fake.start()
+        fake.models["other"] = False
+        await pool.monitor.probe(replica)
+        await wait_until_async(lambda: fake.requests["load"] == 2)
+        await wait_until_async(lambda: not repository.outdated_replicas("m"))
+        assert fakes[1].requests["load"] == 2
+
+
 @pytest.mark.long
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
 async def test_gateways_that_load_a_model_concurrently_stop_loading_it(tmp_path: Path) -> None:
@@ -588,17 +642,48 @@ async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_
         opened(state) as (other_gateway,),
     ):
         for fake in fakes:
+            fake.models["m"] = False
             fake.refuses_loads = True
         loading = asyncio.create_task(repository.load("m", {}))
         await wait_until_async(lambda: all(fake.held for fake in fakes))
         # As another gateway does that gets the lease while this one is stopped.
-        await other_gateway.set_desired_model("m", DesiredModel(True))
+        await other_gateway.set_desired_model("m", DesiredModel(ALL))
         for fake in fakes:
             fake.release()
         with pytest.raises(LoadFailed):
             await loading
         await repository.state.refresh()
         assert repository.state.desired_models["m"].is_loaded
+
+
+@with_skips
+async def test_replica_that_is_lost_during_a_refused_load_gets_the_former_one_again() -> None:
+    """It may have the parameters of the refused load."""
+    async with (
+        simulated_replicas(2) as (lost, refusing),
+        over((lost, refusing), 0.1) as pool,
+        managing(pool) as repository,
+    ):
+        await repository.load("m", {"unload_dependents": True})  # any parameter
+        lost.load_s, refusing.refuses_loads = NEVER_S, True
+        loading = asyncio.create_task(repository.load("m", {}))
+
+        async def lose() -> None:
+            await wait_until_async(lambda: lost.requests["load"] == 2)
+            lost.hangs = True
+            await skip_until(is_in(pool, lost, HealthState.SLOW))
+
+        async def refuse() -> None:
+            await wait_until_async(lambda: refusing.held)
+            refusing.release()
+
+        await asyncio.gather(lose(), refuse())
+        with pytest.raises(LoadFailed):
+            await loading
+        lost.load_s, lost.hangs = 0.0, False
+        await skip_until(lambda: lost.requests["load"] == 3)
+        await skip_until(lambda: not repository.outdated_replicas("m"))
+        assert refusing.requests["load"] == 2
 
 
 async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> None:
@@ -611,7 +696,7 @@ async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> 
         await repository.load("m", {})
         for fake in fakes:
             del fake.models["m"]
-        await wait_until_async(lambda: "m" in repository.loader.list_errors())
+        await wait_until_async(lambda: "m" in repository.state.list_load_errors())
         report = (await repository.unload("m", {})).to_dict()
         assert report["state"] == "UNAVAILABLE"
         assert len(report["replicas"]) == 2
@@ -649,6 +734,17 @@ async def test_declared_models_are_loaded_where_they_are_missing(tmp_path: Path)
             await skip_until(lambda: fakes[2].models["b"])
             fakes[1].models["a"] = False  # behind our back
             await skip_until(lambda: fakes[1].models["a"])
+
+
+async def test_replica_loads_two_models_at_a_time(tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d"]
+    file = declaring(tmp_path / "models.yaml", f"models: [{', '.join(names)}]")
+    async with simulated_replicas(2, names, load_s=NEVER_S) as fakes:
+        fakes[0].models = dict.fromkeys(names, False)
+        async with over(fakes) as pool, managing(pool, file):
+            await wait_until_async(lambda: fakes[0].requests["load"] == 2)
+            await several_probes(fakes[0], 1)
+            assert [fake.requests["load"] for fake in fakes] == [2, 0]
 
 
 @pytest.mark.fault("a misspelled or slow model is added to the models file")
@@ -720,7 +816,7 @@ async def test_declared_model_that_cannot_be_loaded_is_tried_with_backoff(
             assert all(
                 pause_s >= INITIAL_BACKOFF_S * 2**number for number, pause_s in enumerate(pauses_s)
             )
-        assert "failed to poll" in repository.loader.list_errors()["nowhere"]
+        assert "failed to poll" in repository.state.list_load_errors()["nowhere"]
         await infer(pool)
 
 
@@ -750,7 +846,7 @@ async def test_address_that_leaves_the_dns_finishes_its_requests_and_leaves_noth
             assert not (await at_once(pool, 50)).errors
             await wait_until_async(lambda: fakes[1].requests["index"] > probes + 2)
             assert leaving.requests == requests
-            await wait_until_async(lambda: name not in repository.state.loads)
+            await wait_until_async(lambda: name not in repository.state.confirmed)
             assert replicas_in_metrics(pool) == {replica_of(pool, fake).name for fake in fakes[1:]}
 
 
@@ -872,8 +968,7 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
     state, gone = f"file://{tmp_path}/state.db", "127.0.9.9:8000"
     store = open_state_store(state)
     await store.write(CORDONS, (gone,), True)
-    token = (await store.begin_load(gone, "m")).token
-    await store.end_load(gone, "m", token, "1")
+    await store.write(CONFIRMED, (gone, "m"), "1")
     async with (
         simulated_replicas(2) as fakes,
         over(fakes) as pool,
@@ -884,9 +979,9 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
         await wait_until_async(lambda: gone in pool.cordoned)
         skip(MAX_ABSENCE_S / 2)
         await repository.state.refresh()
-        assert gone in repository.state.loads
+        assert gone in repository.state.confirmed
         await skip_until(lambda: pool.cordoned == {present})
-        await skip_until(lambda: gone not in repository.state.loads)
+        await skip_until(lambda: gone not in repository.state.confirmed)
         assert await store.read(CORDONS) == {present: True}
     await store.close()
 

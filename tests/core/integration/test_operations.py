@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.errors import GatewayError
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import (
-    MAX_HEARTBEAT_AGE_S,
     OperationLost,
     OperationReport,
     OperationRunner,
@@ -246,29 +244,26 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
     await store.close()
 
 
-async def test_operation_whose_gateway_ended_has_failed(tmp_path: Path) -> None:
-    store = open_state_store(f"file://{tmp_path}/state.db")
+async def test_operation_of_a_gateway_that_ended_is_lost(tmp_path: Path) -> None:
+    store, other = (open_state_store(f"file://{tmp_path}/state.db") for _ in range(2))
     runner, report = runner_of(store), OperationReport("m", True, 2)
 
     async def wait() -> OperationReport:
         await asyncio.Event().wait()
         return report
 
+    await store.renew_presence()
     operation = await runner.start(report, wait)
-    running = await runner.read(operation)
+    running = await runner_of(other).read(operation)
     assert running is not None
     assert running["operation"] == "running"
+    assert await runner.read(operation) == running
     for task in runner.tasks:
-        task.cancel()  # as at the end of a gateway
+        task.cancel()
     await asyncio.gather(*runner.tasks, return_exceptions=True)
-    old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
-    await store.record_operation(operation, old)
-    lost = await runner.read(operation)
-    assert lost == {
-        **old,
-        "operation": "failed",
-        "error": OperationLost.message,
-        "code": "UNAVAILABLE",
-    }
-    assert await runner.read("0" * 32) is None
     await store.close()
+    lost = await runner_of(other).read(operation)
+    failure = {"error": OperationLost.message, "code": "UNAVAILABLE"}
+    assert lost == {**running, "operation": "lost", **failure}
+    assert await runner_of(other).read("0" * 32) is None
+    await other.close()

@@ -17,7 +17,7 @@ import redis
 import yaml
 
 from gateway.errors import StateUnavailable
-from gateway.repository.state.content import MODELS, DesiredModel
+from gateway.repository.state.content import ALL, MODELS, DesiredModel
 from gateway.repository.state.places import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.missing import find_program
@@ -91,7 +91,7 @@ def test_redis_requires_the_password_and_does_not_show_it(name: str, tmp_path: P
 async def kept(port: int) -> None:
     """Assert that the gateway keeps its state there with the password, and not without."""
     good = open_state_store(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
-    await good.set_desired_model("m", DesiredModel(True))
+    await good.set_desired_model("m", DesiredModel(ALL))
     assert (await good.read(MODELS))["m"].is_loaded
     await good.close()
     separate = open_state_store(f"redis://127.0.0.1:{port}/0", PASSWORD)
@@ -100,7 +100,7 @@ async def kept(port: int) -> None:
     for address in (f":wrong@127.0.0.1:{port}", f"127.0.0.1:{port}"):
         bad = open_state_store(f"redis://{address}/0")
         with pytest.raises(StateUnavailable):
-            await bad.set_desired_model("m", DesiredModel(False))
+            await bad.set_desired_model("m", DesiredModel(0))
         await bad.close()
 
 

@@ -18,6 +18,8 @@ from gateway.errors import GatewayError, MalformedRequest, StateUnavailable, Too
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import (
+    ALL,
+    CONFIRMED,
     CORDONS,
     MAX_EVENTS,
     MAX_MODEL_BYTES,
@@ -25,7 +27,6 @@ from gateway.repository.state.content import (
     DesiredModel,
     EventId,
     decode_event,
-    is_in_progress,
 )
 from gateway.repository.state.store import LEASE_S, StateStore
 from tests.support.redis_server import RedisServer
@@ -80,7 +81,7 @@ CHANGES: list[tuple[str, DesiredModel | None, int | None, int, dict[str, int]]] 
     ("m", LOADED, 2, 0, {"m": 1}),
     ("m", LOADED, 1, 2, {"m": 2}),
     ("m", LOADED, None, 3, {"m": 3}),
-    ("m", DesiredModel(True, {}, 2), None, 4, {"m": 2}),
+    ("m", DesiredModel(ALL, {}, 2), None, 4, {"m": 2}),
     ('é"\0', LOADED, 0, 5, {"m": 2, 'é"\0': 5}),
     ("", LOADED, None, 6, {"m": 2, 'é"\0': 5, "": 6}),
     ("nobody knows it", None, None, 7, {"m": 2, 'é"\0': 5, "": 6}),
@@ -112,7 +113,9 @@ JSON = st.recursive(
 )
 DESIRED_MODELS = st.dictionaries(
     st.text(),
-    st.builds(DesiredModel, st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)),
+    st.builds(
+        DesiredModel, st.sampled_from([0, 1, ALL]), st.dictionaries(st.text(), JSON, max_size=3)
+    ),
     max_size=5,
 )
 
@@ -148,68 +151,22 @@ UNREADABLE: list[tuple[Any, type[GatewayError]]] = [
 
 async def test_what_could_not_be_read_again_is_not_stored() -> None:
     async with opened("memory:") as (store,):
-        await store.set_desired_model("m", DesiredModel(True, {"config": nest(98)}))
+        await store.set_desired_model("m", DesiredModel(ALL, {"config": nest(98)}))
         for value, error in UNREADABLE:
             with pytest.raises(error):
-                await store.set_desired_model("m", DesiredModel(True, {"config": value}))
+                await store.set_desired_model("m", DesiredModel(ALL, {"config": value}))
         assert (await store.read(MODELS))["m"].revision == 1
 
 
-# Loads of a model on a replica: `b` begins one, `N=X` ends the N-th with the result X, `f` forgets the
-# replica; then the load that is known, and the load that each `b` has found confirmed.
-LOAD_ROWS = [
-    ("", "", []),
-    ("b", "?1", [""]),
-    ("b 1=7", "7", [""]),
-    ("b 1=7 1=7", "7", [""]),  # again, if the response to the first was lost
-    ("b 1=7 b", "?2", ["", "7"]),
-    ("b 1=7 b 2=", "", ["", "7"]),
-    ("b b 2=8", "8", ["", ""]),
-    ("b b 2=8 1=7", "", ["", ""]),  # it is unknown which ended last
-    ("b b 1=7 2=8", "", ["", ""]),
-    ("b 1=7 f", "", [""]),
-    ("b 1=7/abc b f", "", ["", "7/abc"]),
-]
-
-
-@pytest.mark.parametrize(("calls", "known", "confirmed"), LOAD_ROWS)
-async def test_load_is_known_once_it_ends_alone(
-    fresh: Address, calls: str, known: str, confirmed: list[str]
-) -> None:
-    replica, model = "a:8000", 'é"\0'
-    async with opened(fresh()) as (store,):
-        other = await store.begin_load("b:8000", model)
-        await store.end_load("b:8000", model, other.token, "1")
-        begun = []
-        for call in calls.split():
-            if call == "b":
-                begun.append(await store.begin_load(replica, model))
-            elif call == "f":
-                await store.forget_loads(replica)
-            else:
-                number, _, result = call.partition("=")
-                await store.end_load(replica, model, begun[int(number) - 1].token, result)
-        loads = await store.read_loads()
-        if known.startswith("?"):
-            known = begun[int(known[1:]) - 1].token
-            assert is_in_progress(known)
-        assert loads.get(replica, {}).get(model, "") == known
-        assert loads["b:8000"] == {model: "1"}
-        assert [each.confirmed_load for each in begun] == confirmed
-
-
-async def test_load_of_an_ended_process_is_not_in_progress(shared: Address) -> None:
-    url = shared()
-    async with opened(url) as (one,):
-        async with opened(url) as (other,):
-            token = (await other.begin_load("a:8000", "core")).token
-            confirmed = (await other.begin_load("b:8000", "core")).token
-            await other.end_load("b:8000", "core", confirmed, "3")
-            both = {"a:8000": {"core": token}, "b:8000": {"core": "3"}}
-            assert await one.read_loads() == both
-        assert {name: each for name, each in (await one.read_loads()).items() if each} == {
-            "b:8000": {"core": "3"}
-        }
+async def test_what_a_replica_confirmed_is_known_until_it_is_forgotten(shared: Address) -> None:
+    model = 'é"\0'
+    async with opened(shared(), 2) as (one, other):
+        for replica, generation in (("a:8000", "7"), ("b:8000", "8/abc")):
+            await one.write(CONFIRMED, (replica, model), generation)
+        assert await other.read(CONFIRMED) == {"a:8000": {model: "7"}, "b:8000": {model: "8/abc"}}
+        await other.write(CONFIRMED, ("b:8000", model), None)
+        await other.forget_replica(CONFIRMED, "a:8000")
+        assert await one.read(CONFIRMED) == {}
 
 
 async def test_entries_last_until_they_are_deleted(fresh: Address) -> None:
@@ -236,7 +193,7 @@ async def test_each_change_of_one_process_is_read_once_by_another(shared: Addres
     async with opened(shared(), 2) as (one, other):
         assert await other.read(MODELS) == {}
         for turn in range(20):
-            await one.set_desired_model("core", DesiredModel(True, {"turn": turn}))
+            await one.set_desired_model("core", DesiredModel(ALL, {"turn": turn}))
             models = await other.read(MODELS)
             assert models["core"].parameters == {"turn": turn}
             assert await other.read(MODELS) is models
@@ -381,12 +338,16 @@ MANY = b'{"a":[' + b"1," * 100_000 + b"1]}"
 HOSTILE_ENTRIES: dict[str, list[tuple[str | bytes, bytes]]] = {
     "models": [
         *((f"{number}", raw) for number, raw in enumerate([*NO_OBJECTS, MANY])),
-        ("kinds", b'{"loaded":1,"parameters":{}}'),
-        ("list", b'{"loaded":true,"parameters":[]}'),
-        ("missing", b'{"loaded":true}'),
+        *(
+            (f"replicas {number}", b'{"replicas":%b,"parameters":{},"origin":"api"}' % replicas)
+            for number, replicas in enumerate((b"true", b"-1", b'"some"', b"1.5"))
+        ),
+        ("list", b'{"replicas":"all","parameters":[],"origin":"api"}'),
+        ("origin", b'{"replicas":"all","parameters":{},"origin":"declared"}'),
+        ("missing", b'{"replicas":"all"}'),
         ("64 MiB", b'"' + b"x" * (64 << 20) + b'"'),
-        ("n" * 2000, b'{"loaded":true,"parameters":{}}'),
-        (b"\xff", b'{"loaded":true,"parameters":{}}'),
+        ("n" * 2000, b'{"replicas":"all","parameters":{},"origin":"api"}'),
+        (b"\xff", b'{"replicas":"all","parameters":{},"origin":"api"}'),
     ],
     "cordons": [*((f"{number}", raw) for number, raw in enumerate(NO_OBJECTS)), ("b", LARGE)],
     "labels": [
@@ -398,7 +359,7 @@ HOSTILE_ENTRIES: dict[str, list[tuple[str | bytes, bytes]]] = {
         (NESTED, b'{"version":"1"}'),
         (b"\xff", b'{"version":"1"}'),
     ],
-    "loads": [
+    "confirmed": [
         *((f'["a","{number}"]', raw) for number, raw in enumerate([*NO_OBJECTS, LARGE])),
         ('["a","long"]', b'"' + b"1" * 300 + b'"'),
         ('{"a":1,"b":2}', b'"1"'),
@@ -448,8 +409,7 @@ async def test_hostile_document_costs_its_own_reading_only(
         await store.set_desired_model("core", LOADED)
         await store.write(LABELS, ("m", "stable"), {"version": "1"})
         await store.write(CORDONS, ("a:8000",), True)
-        token = (await store.begin_load("a:8000", "core")).token
-        await store.end_load("a:8000", "core", token, "1")
+        await store.write(CONFIRMED, ("a:8000", "core"), "1")
         await store.append_event(b'{"number":1}')
         for table, entries in HOSTILE_ENTRIES.items():
             for key, raw in entries:
@@ -458,7 +418,7 @@ async def test_hostile_document_costs_its_own_reading_only(
             assert (await store.read(MODELS)).keys() == {"core"}
             assert store.get(CORDONS) == {"a:8000": True}
             assert store.get(LABELS) == {"m": {"stable": {"version": "1"}}}
-            assert await store.read_loads() == {"a:8000": {"core": "1"}}
+            assert store.get(CONFIRMED) == {"a:8000": {"core": "1"}}
         counts = {table: len(entries) for table, entries in HOSTILE_ENTRIES.items()}
         assert {name: store.unreadable_counts[name] for name in counts} == counts
         ignored = [each for each in caplog.messages if "in the state is ignored" in each]
@@ -520,7 +480,7 @@ def test_gateway_serves_with_any_state(intruded: tuple[str, Intruder]) -> None:
         for table, entries in HOSTILE_ENTRIES.items():
             for key, raw in entries:
                 intruder.put_entry(table, key, raw)
-        intruder.put_entry("models", "good", b'{"loaded":true,"parameters":{}}')
+        intruder.put_entry("models", "good", b'{"replicas":"all","parameters":{},"origin":"api"}')
         command.wait_for("added 'good'")
         for raw in HOSTILE_EVENTS:
             intruder.put_event(raw)
@@ -558,9 +518,7 @@ async def test_state_that_was_lost_is_written_again_from_the_newest_copy(
     async with opened(url, 2) as (first, second):
         await first.set_desired_model("core", LOADED)
         await first.write(LABELS, ("core", "stable"), {"version": "1"})
-        token = (await first.begin_load("a:8000", "core")).token
-        await first.end_load("a:8000", "core", token, "1")
-        await first.begin_load("b:8000", "core")  # its end may be lost with the data
+        await first.write(CONFIRMED, ("a:8000", "core"), "1")
         await second.refresh()
         await first.write(CORDONS, ("a:8000",), True)
         await first.set_desired_model("other", UNLOADED)
@@ -572,7 +530,7 @@ async def test_state_that_was_lost_is_written_again_from_the_newest_copy(
             await store.refresh()
             assert read_all(store) == newest
         assert (first.loss_count, second.loss_count) == (1, 1)
-        assert await second.read_loads() == {"a:8000": {"core": "1"}}
+        assert await second.read(CONFIRMED) == {"a:8000": {"core": "1"}}
         intruder.lose_everything()
         await second.set_desired_model("core", None)  # the loss is noticed before a change
         await first.refresh()

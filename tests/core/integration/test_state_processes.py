@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.repository.state.content import MODELS, EventId
+from gateway.repository.state.content import CONFIRMED, MODELS, EventId
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
 from tests.support.state import LOADED, is_leader, opened
@@ -37,7 +37,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 STATE_IMPORTS = (
-    "from gateway.repository.state.content import MODELS, DesiredModel\n"
+    "from gateway.repository.state.content import ALL, CONFIRMED, MODELS, DesiredModel\n"
     "from gateway.repository.state.interface import BadState\n"
     "from gateway.repository.state.places import open_state_store"
 )
@@ -73,7 +73,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 LEADER = """
 store = open_state_store(sys.argv[1])
 while True:
-    print(await store.acquire_lease("leader"), flush=True)
+    print(await store.acquire_lease("fleet"), flush=True)
     await asyncio.sleep(0.1)
 """
 
@@ -99,12 +99,12 @@ WRITER = """
 store = open_state_store(sys.argv[1])
 name = sys.argv[2]
 for turn in range(20):
-    await store.set_desired_model(f"{name}-{turn}", DesiredModel(True, {"config": name * turn}))
-    await store.set_desired_model("shared", DesiredModel(turn % 2 == 0))
+    await store.set_desired_model(f"{name}-{turn}", DesiredModel(ALL, {"config": name * turn}))
+    await store.set_desired_model("shared", DesiredModel(turn % 2))
     await store.append_event(b'{"%b":%d}' % (name.encode(), turn))
     assert (await store.add("caller", {"2026-11": 1000}, 1)).is_added
-    load = await store.begin_load("a:8000", "core")
-    await store.end_load("a:8000", "core", load.token, "7")
+    await store.write(CONFIRMED, ("a:8000", "core"), None)
+    await store.write(CONFIRMED, ("a:8000", "core"), "7")
     while not await store.acquire_lease("counter"):
         await asyncio.sleep(0.001)
     counted = await store.read_operation("0" * 32) or {"updated_at": 0}  # not atomic without the lease
@@ -127,7 +127,7 @@ async def test_three_writers_under_load_lose_nothing(url: str) -> None:
         assert len(await store.read_events(EventId(0), 100)) == 60
         assert (await store.add("caller", {"2026-11": 0}, 0)).used == (60,)
         assert await store.read_operation("0" * 32) == {"id": "0" * 32, "updated_at": 60}
-        assert set((await store.read_loads()).get("a:8000", {}).values()) <= {"7"}
+        assert await store.read(CONFIRMED) == {"a:8000": {"core": "7"}}
         assert store.unreadable_counts.total() == 0
 
 
@@ -163,12 +163,12 @@ def test_state_file_without_permission_is_an_error_that_names_it() -> None:
 
 FULL = """
 store = open_state_store(sys.argv[1])
-await store.set_desired_model("core", DesiredModel(True))
+await store.set_desired_model("core", DesiredModel(ALL))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
 large = "x" * 1_000_000
 for change in (
-    store.set_desired_model("large", DesiredModel(True, {"config": large})),
+    store.set_desired_model("large", DesiredModel(ALL, {"config": large})),
     store.record_operation("0" * 32, {"id": "0" * 32, "error": large}),
 ):
     try:
@@ -176,9 +176,9 @@ for change in (
     except Exception as exc:
         print(exc.status, exc.code, exc.detail, flush=True)
 print(list(await store.read(MODELS)), await store.read_operation("0" * 32), flush=True)
-print(await store.set_desired_model("small", DesiredModel(False)), flush=True)
+print(await store.set_desired_model("small", DesiredModel(0)), flush=True)
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-print(await store.set_desired_model("large", DesiredModel(True, {"config": large})), flush=True)
+print(await store.set_desired_model("large", DesiredModel(ALL, {"config": large})), flush=True)
 print(sorted(await store.read(MODELS)), flush=True)
 await store.close()
 """
@@ -202,7 +202,7 @@ ENDLESS = """
 store = open_state_store(sys.argv[1])
 turn = 0
 while True:
-    await store.set_desired_model("core", DesiredModel(True, {"config": "x" * 50_000, "turn": turn}))
+    await store.set_desired_model("core", DesiredModel(ALL, {"config": "x" * 50_000, "turn": turn}))
     turn += 1
     print(turn, flush=True)
 """

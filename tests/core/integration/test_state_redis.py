@@ -24,7 +24,7 @@ import uvloop
 from gateway.errors import StateUnavailable
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.content import CORDONS, MODELS, DesiredModel
+from gateway.repository.state.content import CONFIRMED, CORDONS, MODELS, DesiredModel
 from gateway.repository.state.store import StateStore
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer
@@ -62,7 +62,7 @@ def test_redis_that_is_unreachable_is_an_error_until_it_is_back(
     async def assert_reachable(store: StateStore, loaded: bool) -> None:
         server.start()
         await store.read(MODELS)
-        await store.set_desired_model("core", DesiredModel(loaded))
+        await store.set_desired_model("core", DesiredModel(int(loaded)))
         assert (await store.read(MODELS))["core"].is_loaded == loaded
         assert await is_leader(store)
 
@@ -118,21 +118,22 @@ def test_redis_that_hangs_is_an_error_after_the_timeout(
         run(scenario())
 
 
-def test_load_that_ends_while_redis_is_not_writable_is_recorded_later(tmp_path: Path) -> None:
+def test_load_that_ends_while_redis_is_not_writable_is_unknown_later(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(server.url(), 2) as (store, other):
             state = SharedState(store, ModelsFile(None), can_upload=False)
-            started = await state.begin_load("a:8000", "core")
+            await state.confirm("a:8000", "core", "6")
             with server.client() as client:
                 client.replicaof("127.0.0.1", str(free_ports(1)[0]))  # not writable
-                await state.end_load("a:8000", "core", started, "7")
+                for generation in ("", "7"):
+                    await state.confirm("a:8000", "core", generation)
                 await state.refresh()
-                assert state.loads == {"a:8000": {"core": "7"}}
-                assert await other.read_loads() == {"a:8000": {"core": started.token}}
+                assert state.confirmed == {"a:8000": {"core": "7"}}
+                assert await other.read(CONFIRMED) == {"a:8000": {"core": "6"}}
                 client.replicaof("NO", "ONE")
             for _ in range(2):
                 await state.refresh()
-                assert state.loads == await other.read_loads() == {"a:8000": {"core": "7"}}
+                assert state.confirmed == await other.read(CONFIRMED) == {}
 
     with RedisServer(tmp_path) as server:
         asyncio.run(scenario())
@@ -409,7 +410,7 @@ async def test_change_that_reaches_redis_after_its_timeout_is_not_applied(
                 delayed.set_desired_model("core", LOADED),
                 delayed.write(LABELS, ("core", "stable"), {"version": "1"}),
                 delayed.write(CORDONS, ("a:8000",), True),
-                delayed.begin_load("a:8000", "core"),
+                delayed.write(CONFIRMED, ("a:8000", "core"), "1"),
                 delayed.acquire_lease("leader"),
             )
             results = await asyncio.gather(*changes, return_exceptions=True)
@@ -418,5 +419,5 @@ async def test_change_that_reaches_redis_after_its_timeout_is_not_applied(
         assert await direct.read(MODELS) == {}
         assert await direct.read(LABELS) == {}
         assert await direct.read(CORDONS) == {}
-        assert await direct.read_loads() == {}
+        assert await direct.read(CONFIRMED) == {}
         assert await direct.acquire_lease("leader")

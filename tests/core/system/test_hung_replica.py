@@ -42,7 +42,7 @@ def test_index_does_not_wait_for_a_hung_replica(fleet: Fleet, hung: str) -> None
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
 def test_load_reaches_the_others_at_once_and_a_hung_replica_later(fleet: Fleet, hung: str) -> None:
-    response = measure(fleet.load("late"), 6)
+    response = measure(fleet.load("late"), 4)
     assert (response.status_code, response.json()["code"]) == (502, "PARTLY_DONE")
     states = {at: each["state"] for at, each in response.json()["replicas"].items()}
     assert states.pop(hung) == "UNREACHABLE"
@@ -58,7 +58,7 @@ def test_load_reaches_the_others_at_once_and_a_hung_replica_later(fleet: Fleet, 
 def test_unload_reaches_the_others_at_once_and_a_hung_replica_later(
     fleet: Fleet, hung: str
 ) -> None:
-    response = measure(fleet.unload("other"), 6)
+    response = measure(fleet.unload("other"), 4)
     assert response.json()["replicas"][hung]["state"] == "UNREACHABLE"
     fleet.tritons[0].signal(signal.SIGCONT)
     assert wait_until(lambda: set(fleet.states("other").values()) == {"UNAVAILABLE"}) <= 15

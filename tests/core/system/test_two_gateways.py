@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +92,28 @@ def test_concurrent_loads_and_unloads_through_two_gateways_take_effect_in_turn(
     assert httpx.get(f"http://{triton.address}/v2/health/live").status_code == 200
 
 
+@pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
+def test_load_of_a_killed_gateway_is_finished_by_another_one(
+    triton: Triton, tmp_path: Path
+) -> None:
+    trouble = triton.repository / "late" / "trouble"
+    state = f"file://{tmp_path}/state.db"
+    with (
+        gateway(triton.options.url, state=state, **QUICK) as (killed, command),
+        gateway(triton.options.url, state=state, **QUICK) as (other, _),
+    ):
+        assert killed.post(UNLOAD).status_code == 200
+        trouble.write_text("hold")
+        location = killed.post(LOAD, headers={"Prefer": "respond-async"}).headers["location"]
+        wait_for_model(other, "replicas", {triton.address: "LOADING"})
+        assert other.get(location).json()["operation"] == "running"
+        os.kill(command.pid, signal.SIGKILL)
+        wait_until(lambda: other.get(location).json()["operation"] == "lost")
+        assert read_model(other)["behind"] == [triton.address]
+        trouble.unlink()
+        wait_until(lambda: read_model(other)["ready"] and "behind" not in read_model(other), 15)
+
+
 @pytest.mark.long
 @pytest.mark.fault("two gateways with states of their own")
 def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
@@ -105,8 +129,8 @@ def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
         clients = [client for client, _ in started]
         assert clients[0].post(UNLOAD).status_code == 200
         clients[1].post(LOAD)
-        for _, command in started:
-            command.wait_for("something else loads or unloads model late")
+        line = "something else loads or unloads model late"
+        wait_until(lambda: any(line in command.output for _, command in started))
 
 
 def test_error_of_a_load_is_reported_by_all_gateways_until_the_model_is_loaded(

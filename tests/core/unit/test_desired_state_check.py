@@ -8,14 +8,13 @@ import pytest
 
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.repository.load_parameters import check_load_parameters
-from gateway.repository.models_file import DeclaredModel
-from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
-from gateway.repository.state.content import DesiredModel
+from gateway.repository.plan import find_ignored_models
+from gateway.repository.state.content import ALL, DesiredModel
 
 PLAIN = {
-    "a": DesiredModel(True, {}, 1),
-    "b": DesiredModel(False, {}, 2),
-    "c": DesiredModel(True, {"unload_dependents": True}, 3),
+    "a": DesiredModel(ALL, {}, 1),
+    "b": DesiredModel(0, {}, 2),
+    "c": DesiredModel(ALL, {"unload_dependents": True}, 3),
 }
 CODE: list[dict[str, Any]] = [
     {"config": "{}"},
@@ -36,7 +35,7 @@ NEITHER: list[dict[str, Any]] = [
 @pytest.mark.fault("somebody writes code into the state, in its file or in Redis")
 @pytest.mark.parametrize("parameters", CODE)
 def test_code_is_ignored_unless_uploads_are_allowed(parameters: dict[str, Any]) -> None:
-    wishes = {**PLAIN, "evil": DesiredModel(True, parameters, 4)}
+    wishes = {**PLAIN, "evil": DesiredModel(ALL, parameters, 4)}
     ignored = find_ignored_models(wishes, can_upload=False)
     assert list(ignored) == ["evil"]
     assert "GATEWAY_MODEL_UPLOADS=code" in ignored["evil"]
@@ -45,8 +44,8 @@ def test_code_is_ignored_unless_uploads_are_allowed(parameters: dict[str, Any]) 
 
 def test_invalid_parameters_and_names_are_always_ignored() -> None:
     names = ("", "..", "../a", "a/b", "a\\b", "%2e%2e%2fa", "a\0", "a\n")
-    invalid = [("odd", DesiredModel(True, parameters, 4)) for parameters in NEITHER]
-    invalid += [(name, DesiredModel(True, {}, 4)) for name in names]
+    invalid = [("odd", DesiredModel(ALL, parameters, 4)) for parameters in NEITHER]
+    invalid += [(name, DesiredModel(ALL, {}, 4)) for name in names]
     for name, wish in invalid:
         for can_upload in (False, True):
             ignored = find_ignored_models({**PLAIN, name: wish}, can_upload=can_upload)
@@ -61,13 +60,3 @@ def test_load_parameters_are_checked_like_those_of_the_state() -> None:
     for parameters in NEITHER:
         with pytest.raises(MalformedRequest):
             check_load_parameters(parameters, can_upload=True)
-
-
-def test_declaration_applies_if_the_state_has_no_parameters_or_no_model() -> None:
-    declared = {"evil": DeclaredModel("evil", (), {"max_batch_size": 4})}
-    parameters = {"config": {"max_batch_size": 4}}
-    assert merge_declared_models({}, declared) == {
-        "evil": DesiredModel(True, parameters, 0, declared["evil"].config_digest)
-    }
-    loaded = {"evil": DesiredModel(True, {}, 1)}
-    assert merge_declared_models(loaded, declared)["evil"].parameters == parameters

@@ -50,14 +50,6 @@ from gateway.repository.readiness import (
     evaluate_readiness,
     explain_unreadiness,
 )
-from gateway.repository.reconcile_plan import (
-    Backoff,
-    ModelAction,
-    is_outdated,
-    merge_declared_models,
-    plan_actions,
-)
-from gateway.repository.state.content import DesiredModel, is_in_progress, new_load_token
 
 UP = Health().with_probe_answer()
 
@@ -639,114 +631,6 @@ async def test_file_that_cannot_be_read_is_rejected_in_time_and_holds_one_thread
     assert (file.value, file.is_valid) == ("second", True)
 
 
-# The plan.
-
-WISHES = st.dictionaries(
-    MODELS,
-    st.builds(
-        DesiredModel, st.booleans(), st.just({}) | st.just({"config": "{}"}), st.integers(0, 2)
-    ),
-)
-DECLARED = st.dictionaries(MODELS, st.just({}), max_size=3).map(
-    lambda found: {name: DeclaredModel(name, (), {"declared": True}) for name in found}
-)
-LOADS = st.dictionaries(MODELS, st.sampled_from(["1", "2", new_load_token("another")]))
-
-
-def done(index: Index, action: ModelAction) -> Index:
-    if action.is_load:
-        return Index({**index.models, action.model: {"1": VersionState(READY)}})
-    return index.with_model_unloaded(action.model)
-
-
-@given(WISHES, DECLARED, INDEXES, LOADS)
-def test_plan_contains_only_necessary_actions_and_reaches_the_desired_state(
-    wishes: dict[str, DesiredModel],
-    declared: dict[str, DeclaredModel],
-    index: Index,
-    loads: dict[str, str],
-) -> None:
-    desired = merge_declared_models(wishes, declared)
-    planned = list(plan_actions(desired, index, loads))
-    assert len({action.model for action in planned}) == len(planned)
-    for action in planned:
-        check_action(action, desired, declared, index, loads)
-    for action in planned:
-        index = done(index, action)
-        loads = {**loads, action.model: action.load_id}
-    assert not list(plan_actions(desired, index, loads))
-    for model, wish in desired.items():
-        load = loads.get(model, "")
-        if not index.is_changing(model) and not is_in_progress(load):
-            assert index.is_ready(model) == wish.is_loaded
-            assert not wish.is_loaded or wish.load_id in ("", load)
-
-
-def check_action(
-    action: ModelAction,
-    desired: Mapping[str, DesiredModel],
-    declared: Mapping[str, DeclaredModel],
-    index: Index,
-    loads: Mapping[str, str],
-) -> None:
-    """An action is desired and necessary, and its model is not busy."""
-    load = loads.get(action.model, "")
-    assert desired[action.model].is_loaded == action.is_load
-    assert not index.is_changing(action.model)
-    assert not is_in_progress(load)
-    if action.is_load:
-        assert not index.is_ready(action.model) or is_outdated(desired[action.model], load)
-    else:
-        assert action.model not in declared
-        assert index.is_ready(action.model)
-
-
-def test_declared_model_is_desired_whatever_the_api_requested() -> None:
-    a = DeclaredModel("a", (), {"x": 1})
-    declared = {"a": a}
-    assert merge_declared_models({}, declared)["a"] == DesiredModel(
-        True, {"config": {"x": 1}}, 0, a.config_digest
-    )
-    assert merge_declared_models({}, {"a": DeclaredModel("a")})["a"].parameters == {}
-    assert (
-        merge_declared_models({"a": DesiredModel(False, {}, 6)}, declared)["a"]
-        == merge_declared_models({}, declared)["a"]
-    )
-    assert merge_declared_models({"a": DesiredModel(True, {}, 6)}, declared)["a"] == DesiredModel(
-        True, {"config": {"x": 1}}, 6, a.config_digest
-    )
-    kept = DesiredModel(True, {"config": {"x": 2}}, 7)
-    assert merge_declared_models({"a": kept}, declared)["a"] == kept
-
-
-def test_ready_model_is_loaded_again_if_its_last_load_is_unconfirmed_or_outdated() -> None:
-    parameters = {"config": "{}"}
-    wishes = {"m": DesiredModel(True, parameters, 2)}
-    index = versions_of(v1=READY)
-    assert not list(plan_actions(wishes, index, {"m": "2"}))
-    for load in ({}, {"m": "1"}, {"m": "2/digest"}):
-        assert list(plan_actions(wishes, index, load)) == [ModelAction("m", True, parameters, "2")]
-    assert not list(plan_actions(wishes, index, {"m": new_load_token("another")}))
-    assert not list(plan_actions({"m": DesiredModel(False, {}, 3)}, Index({}), {"m": "2"}))
-    # The config of a declared model changes.
-    declared = {"m": DeclaredModel("m", (), {"max_batch_size": 1})}
-    (first,) = plan_actions(merge_declared_models({}, declared), index, {})
-    confirmed = {"m": first.load_id}
-    assert not list(plan_actions(merge_declared_models({}, declared), index, confirmed))
-    changed = {"m": DeclaredModel("m", (), {"max_batch_size": 2})}
-    (again,) = plan_actions(merge_declared_models({}, changed), index, confirmed)
-    assert again.parameters == {"config": {"max_batch_size": 2}}
-    assert not list(plan_actions(merge_declared_models({}, {"m": DeclaredModel("m")}), index, {}))
-
-
-@given(st.integers(0, 5000))
-@example(1024)
-def test_backoff_doubles_up_to_five_minutes(failures: int) -> None:
-    backoff = replace(Backoff(), repetitions=failures).with_repetition(1000)
-    assert backoff.repetitions == failures + 1
-    assert backoff.not_before == 1000 + min(2.0 ** min(failures, 20), 300)
-
-
 # Readiness.
 
 
@@ -911,6 +795,9 @@ def test_sentence_names_what_readiness_waits_for(
     assert len(explained) < 700
 
 
+DECLARED = st.dictionaries(MODELS, st.just({}), max_size=3).map(
+    lambda found: {name: DeclaredModel(name, (), {"declared": True}) for name in found}
+)
 REPLICAS = st.lists(
     st.builds(ReplicaStatus, st.uuids().map(str), st.sampled_from(HealthState), INDEXES), max_size=6
 )

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.config.settings import Settings
 from gateway.errors import StateUnavailable
-from gateway.repository.state.content import CORDONS, MODELS, DesiredModel
+from gateway.repository.state.content import ALL, CORDONS, MODELS, DesiredModel
 from gateway.repository.state.interface import BadState
 from gateway.repository.state.places import open_configured_store, open_state_store
 from tests.support.state import ID, LOADED, UNLOADED, is_leader, opened
@@ -98,7 +98,7 @@ def test_without_a_writable_folder_the_start_names_a_volume(
 
 async def test_files_are_readable_by_this_user_only(tmp_path: Path) -> None:
     async with opened(f"file://{tmp_path}/new/folder/state.db") as (store,):
-        await store.set_desired_model("core", DesiredModel(True, {"config": "a secret"}))
+        await store.set_desired_model("core", DesiredModel(ALL, {"config": "a secret"}))
         folder = tmp_path / "new" / "folder"
         assert folder.stat().st_mode & 0o777 == 0o700
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
@@ -152,7 +152,7 @@ async def test_file_that_is_damaged_or_away_for_a_while_loses_nothing(tmp_path: 
             if folder.exists():
                 folder.rmdir()
             (tmp_path / "elsewhere").rename(folder)
-            assert await store.read(MODELS) == {"core": DesiredModel(True, {}, 1)}
+            assert await store.read(MODELS) == {"core": DesiredModel(ALL, {}, 1)}
         assert [await is_leader(store), await is_leader(other)] == [True, False]
         assert store.loss_count == 0
 
@@ -171,7 +171,7 @@ async def test_waiting_for_a_lock_does_not_block_the_loop_and_ends(tmp_path: Pat
         with pytest.raises(StateUnavailable, match="written: database is locked"):
             await waiting
         locking.close()
-        assert await store.read(MODELS) == {"core": DesiredModel(True, {}, 1)}
+        assert await store.read(MODELS) == {"core": DesiredModel(ALL, {}, 1)}
         await store.set_desired_model("core", UNLOADED)
 
 
