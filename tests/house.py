@@ -38,7 +38,7 @@ BUDGETS: Final = {
     TOP: Budget(1800),
     "client": Budget(1900),
     "commands": Budget(
-        2310,
+        2320,
         is_enforced=True,
         reason="2,100 is the aim; the signatures, which are the help, take a third",
     ),
@@ -53,14 +53,14 @@ BUDGETS: Final = {
     "capabilities": Budget(160),
     "capabilities/on_demand": Budget(900),
     "capabilities/uploads": Budget(
-        2515,
+        2530,
         is_enforced=True,
         reason="2,300 is the aim; what others upload is checked before it is stored",
     ),
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(
-        3883,
+        3890,
         is_enforced=True,
         reason="2,700 is the aim; what is left is features, such as bodies in Redis and callbacks",
     ),
