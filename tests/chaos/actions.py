@@ -226,7 +226,7 @@ CHANGES: Final[list[Row]] = [
     *[call("upload", "PUT", MODEL, world.upload, pack_model)] * 2,
     *[call("upload", "PUT", VERSION, world.upload_version, pack_model)] * 2,
     call("broken upload", "PUT", VERSION, world.upload_broken, pack_broken_model),
-    # Partly done, a deletion unloads the model, and the files may stay.
+    # Partly done or not answered, a deletion unloads the model, and the files may stay.
     call("delete", "DELETE", MODEL, world.delete, partial_effect=world.unload),
     call("delete", "DELETE", VERSION, world.delete_version),
     call("put label", "PUT", LABEL, world.set_label, write_label),

@@ -41,7 +41,7 @@ def judge(action: Action, response: Response | None, causes: Collection[str]) ->
     if isinstance(response, httpx.ConnectError):  # nothing was sent
         return Answer(effect, Outcome.refused, is_excused=True)
     if isinstance(response, httpx.HTTPError):
-        return Answer(effect, Outcome.unknown)
+        return Answer(effect, Outcome.unknown, partial_effect=action.partial_effect)
     if response is None or response.is_success:
         return Answer(effect, Outcome.done)
     document: dict[str, Any] = response.json()

@@ -172,7 +172,7 @@ class Answer:
     outcome: Outcome
     code: str = ""
     is_excused: bool = False
-    partial_effect: WorldEffect | None = None  # right as well, if it is partly done
+    partial_effect: WorldEffect | None = None  # right as well, if it is partly done or not answered
 
     def list_next_worlds(self, world: World) -> list[World]:
         """Return the worlds that are possible if this change came next; none if it was not answered so."""
@@ -182,7 +182,7 @@ class Answer:
         found = [after]
         if self.outcome is Outcome.unknown:
             found.append(world)
-        if self.outcome is Outcome.partly_done and self.partial_effect is not None:
+        if self.outcome is not Outcome.done and self.partial_effect is not None:
             found.append(self.partial_effect(world))
         return [each for each in found if isinstance(each, World)]
 
