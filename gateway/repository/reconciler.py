@@ -72,9 +72,8 @@ class Reconciler:
         self._running: set[ActionKey] = set()
         self._backoffs: dict[ActionKey, Backoff] = {}
         self._seen_changes = 0
-        self._exit_counts: dict[
-            str, int
-        ] = {}  # of replicas that were seen, as far as they are forgotten
+        # Of the replicas that were seen: the exits after which their loads were forgotten.
+        self._exit_counts: dict[str, int] = {}
         self._absent_since: dict[str, float] = {}  # replicas that have stored state
         state.find_loading_replicas = self._find_loading_replicas
 
@@ -126,8 +125,11 @@ class Reconciler:
         return sorted(
             replica.name
             for replica in self._pool.replicas.values()
-            if replica.index.is_loading(model)
-            or (is_awaited and model not in self._state.confirmed.get(replica.name, {}))
+            if self._pool.is_reachable(replica)
+            and (
+                replica.index.is_loading(model)
+                or (is_awaited and model not in self._state.confirmed.get(replica.name, {}))
+            )
         )
 
     def is_locked(self, model: str) -> bool:

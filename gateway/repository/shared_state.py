@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from gateway.errors import ChangeInProgress, StateUnavailable
+from gateway.errors import ChangeInProgress, GatewayError, StateUnavailable
 from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
@@ -90,7 +90,6 @@ class SharedState:
         # For the calls that coordinate gateways: leases, reports and confirmed loads.
         self._breaker = CircuitBreaker(OUTAGE_PAUSE_S)
         self._is_known = False  # the stored state was read
-        self._report: dict[str, Any] = {}  # the report of this gateway to the others
         self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -120,21 +119,28 @@ class SharedState:
             self.confirmed = self.store.get(CONFIRMED)
 
     def _update_desired_models(self) -> None:
-        stored = self.store.get(MODELS)
         previous = self.desired_models
-        ignored = self._find_ignored_models(stored)
-        self.desired_models = {
-            model: desired
-            for model, desired in stored.items()
-            if desired.origin is Origin.api and model not in ignored
-        }
+        self.desired_models = self._find_permitted_models()
         if self._is_known and self.desired_models != previous:
             difference = describe_difference(previous, self.desired_models)
             log.info("the desired state has changed: %s", difference)
         self._is_known = True
+        ignored = self._find_ignored_models()
         for model in ignored.keys() - self._ignored_models.keys():
             log.warning("desired state of model %s is ignored: %s", model, ignored[model])
         self._ignored_models = ignored
+
+    def _find_permitted_models(self) -> dict[str, DesiredModel]:
+        """Return what the API desires, and may."""
+        ignored = self._find_ignored_models()
+        return {
+            model: desired
+            for model, desired in self.store.get(MODELS).items()
+            if desired.origin is Origin.api and model not in ignored
+        }
+
+    def _find_ignored_models(self) -> dict[str, str]:
+        return find_ignored_models(self.store.get(MODELS), can_upload=self._can_upload)
 
     def get_stored_model(self, model: str) -> DesiredModel | None:
         """Return the stored desired model with its revision, also one that is ignored."""
@@ -153,15 +159,9 @@ class SharedState:
             return False
         described = (None if each is None else each.describe() for each in (before, desired))
         record_change(f"model {model}", *described)
-        stored = self.get_stored_model(model)
-        is_ignored = stored is not None and self._find_ignored_models({model: stored})
-        self.desired_models = with_entry(
-            self.desired_models, (model,), None if is_ignored else stored
-        )
+        stored = self._find_permitted_models().get(model)
+        self.desired_models = with_entry(self.desired_models, (model,), stored)
         return True
-
-    def _find_ignored_models(self, desired_models: Mapping[str, DesiredModel]) -> dict[str, str]:
-        return find_ignored_models(desired_models, can_upload=self._can_upload)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         """Return the models that the models file and the API desire."""
@@ -290,12 +290,8 @@ class SharedState:
 
         await repeat("lease", renew)
 
-    async def exchange_reports(self, **changes: Any) -> list[Mapping[str, Any]]:
-        """Publish changes of this gateway's report; return the reports of the others.
-
-        Raises `StateUnavailable`.
-        """
-        self._report = report = {**self._report, **changes}
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish this gateway's report; return the reports of the others. Raises `StateUnavailable`."""
         return await self._breaker.run(lambda: self.store.exchange_reports(report))
 
     async def confirm(self, replica: str, model: str, generation: str) -> None:
@@ -338,10 +334,8 @@ class SharedState:
 
     async def record_load_error(self, replica: str, model: str, error: str) -> None:
         """Record why the last load of a model failed on a replica; empty if it succeeded."""
-        known = self.store.get(LOAD_ERRORS).get(replica, {}).get(model, "")
-        if known != error:
-            value = error[:MAX_ERROR_CHARS] or None
-            with suppress(StateUnavailable):
-                await self._breaker.run(
-                    lambda: self.store.write(LOAD_ERRORS, (replica, model), value)
-                )
+        keys = (replica, model)
+        value = error[:MAX_ERROR_CHARS] or None
+        if self.store.get(LOAD_ERRORS).get(replica, {}).get(model) != value:
+            with suppress(GatewayError):  # the caller has the error, and the log
+                await self._breaker.run(lambda: self.store.write(LOAD_ERRORS, keys, value))

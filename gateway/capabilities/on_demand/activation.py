@@ -470,7 +470,7 @@ class ModelActivator:
 
     async def _exchange_usage(self) -> None:
         with suppress(StateUnavailable):  # the store logs it
-            reports = await self._state.exchange_reports(**self._usage.build_report())
+            reports = await self._state.exchange_reports(self._usage.build_report())
             self._usage.apply_reports(reports)
 
 

@@ -609,30 +609,6 @@ async def test_replica_that_restarts_between_two_passes_of_the_reconciler_is_loa
         assert fakes[1].requests["load"] == 2
 
 
-@pytest.mark.long
-@pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
-async def test_gateways_that_load_a_model_concurrently_stop_loading_it(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state.db"
-    async with simulated_replicas(3, load_s=0.01) as fakes, contextlib.AsyncExitStack() as stack:
-        repositories = [
-            await stack.enter_async_context(
-                managing(await stack.enter_async_context(over(fakes)), state=state)
-            )
-            for _ in range(3)
-        ]
-        for _ in range(5):
-            await asyncio.gather(*(repository.load("m", {}) for repository in repositories))
-        # Which of several concurrent loads was the last is unknown: a round may need one more.
-        await several_probes(fakes[0], 3)
-        await wait_until_async(
-            lambda: not any(each.outdated_replicas("m") for each in repositories)
-        )
-        loads = [fake.requests["load"] for fake in fakes]
-        await several_probes(fakes[0], 3)
-        assert [fake.requests["load"] for fake in fakes] == loads
-        assert max(loads) <= 3 * 5 + 5  # at most one more in each round
-
-
 async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.db"
     async with (
@@ -1197,28 +1173,6 @@ async def test_retries_are_bounded_if_every_replica_refuses() -> None:
             )
         sent = sum(fake.inferences["m"] for fake in fakes)
         assert 400 < sent <= 1.2 * 400 + 10
-
-
-@pytest.mark.fault("a load reaches two of three Tritons")
-async def test_load_that_reaches_two_of_three_replicas_is_502_and_completed_later() -> None:
-    async with simulated_replicas(3, ["a"]) as fakes, over(fakes) as pool:
-        for fake in fakes:
-            fake.models["a"] = False
-        await fakes[2].stop()
-        async with managing(pool) as repository:
-            with pytest.raises(GatewayError) as refused:
-                await repository.load("a", {})
-            report: Any = refused.value.report
-            assert (refused.value.status, refused.value.code) == (502, "PARTLY_DONE")
-            assert {found["state"] for found in report["replicas"].values()} == {
-                "READY",
-                "UNREACHABLE",
-            }
-            for _ in range(20):
-                await infer(pool, "a")
-            await fakes[2].start()
-            await wait_until_async(lambda: fakes[2].models["a"])
-            await wait_until_async(lambda: replica_of(pool, fakes[2]).index.is_ready("a"))
 
 
 @pytest.mark.fault("fifty concurrent loads and unloads of one model")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import tritonclient.http as triton_http
 
@@ -174,24 +173,6 @@ def test_asynchronous_load_has_an_operation_with_its_result(three: Fleet) -> Non
     wait_until(lambda: three.client.get(failing).json()["operation"] == "failed")
     assert three.client.get(failing).json()["code"] == "MODEL_NOT_FOUND"
     assert three.client.get("/v1/operations/" + "0" * 32).status_code == 404
-
-
-@pytest.mark.long
-@pytest.mark.fault("fifty concurrent loads and unloads of one model")
-def test_fifty_concurrent_changes_of_a_model_end_with_the_desired_state(three: Fleet) -> None:
-    """An ensemble, because nothing is started for it: each call takes milliseconds."""
-
-    def call(number: int) -> int:
-        with httpx.Client(base_url=three.client.base_url, timeout=120) as client:
-            verb = "load" if number % 3 else "unload"
-            return client.post(f"/v2/repository/models/chain/{verb}").status_code
-
-    with ThreadPoolExecutor(50) as pool:
-        assert set(pool.map(call, range(50))) == {200}
-    models = three.client.get("/v1/models").json()["models"]
-    desired = next(model["wished"] for model in models if model["name"] == "chain")
-    state = "READY" if desired == "loaded" else "UNAVAILABLE"
-    assert set(three.states("chain").values()) == {state}
 
 
 @pytest.mark.fault("a model is unloaded without the gateway's knowledge")
