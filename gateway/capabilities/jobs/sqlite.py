@@ -31,7 +31,9 @@ CREATE TABLE IF NOT EXISTS names (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 READ: Final = """SELECT id, iif(typeof(document) = 'blob' AND length(document) <= ?, document, x'')
     FROM documents WHERE id IN (SELECT value FROM json_each(?))"""
 PUT_ENTRY: Final = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)"
-DELETE_ENTRY: Final = "DELETE FROM entries WHERE list = ? AND id = ?"
+DELETE_ENTRIES: Final = (
+    "DELETE FROM entries WHERE id = ? AND list IN (SELECT value FROM json_each(?))"
+)
 COUNT: Final = "SELECT count(*) FROM entries WHERE list = ?"
 
 
@@ -84,14 +86,14 @@ class SqliteTable:
         else:
             execute("DELETE FROM documents WHERE id = ?", (change.id,))
             execute("DELETE FROM names WHERE (name, value) = (?, ?)", (change.name, change.id))
-        lease_until = time.monotonic() + change.lease_s if change.lease_s else None
-        for name, score in {**change.scores, LEASES: lease_until}.items():
-            if score is None:
-                execute(DELETE_ENTRY, (name, change.id))
-            else:
-                execute(PUT_ENTRY, (name, change.id, score))
+        scores = {**change.scores, LEASES: None}
+        if change.lease_s:
+            scores[LEASES] = time.monotonic() + change.lease_s
+        execute(DELETE_ENTRIES, (change.id, orjson.dumps([*scores]).decode()))
+        entries = [(name, change.id, score) for name, score in scores.items() if score is not None]
+        self._database.executemany(PUT_ENTRY, entries)
         if not self.list_ids(change.queue, 0, 1, inf, is_reverse=False):
-            execute(DELETE_ENTRY, (TURNS, change.owner))
+            execute(DELETE_ENTRIES, (change.owner, orjson.dumps([TURNS]).decode()))
         elif change.is_start or self.find_rank(TURNS, change.owner, is_reverse=False) is None:
             execute(PUT_ENTRY, (TURNS, change.owner, time.time()))
 
