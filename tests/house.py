@@ -50,7 +50,7 @@ BUDGETS: Final = {
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(
-        3886,
+        3888,
         is_enforced=True,
         reason="2,700 is the aim; what is left is features, such as bodies in Redis and callbacks",
     ),

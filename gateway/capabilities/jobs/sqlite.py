@@ -53,7 +53,6 @@ class SqliteTable:
         self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         self._database = open_database(self._folder / "queue.db", SCHEMA, BUSY_TIMEOUT_S)
         self._database.text_factory = partial(str, encoding="utf-8", errors="replace")
-        self._database.execute("PRAGMA synchronous = FULL")  # what is committed survives a crash
         with transaction(self._database):  # leases from before a restart of the machine
             self._database.execute(
                 "UPDATE entries SET score = 0 WHERE list = ? AND score > ?",
@@ -64,6 +63,9 @@ class SqliteTable:
         self._database.close()
 
     def change(self, change: Change) -> str:
+        # A start that is lost in a crash of the machine is made again; everything else survives one.
+        level = "NORMAL" if change.is_start else "FULL"
+        self._database.execute(f"PRAGMA synchronous = {level}")
         with transaction(self._database):
             if change.seen_token is None:
                 holder = self._find_name(change.name)
