@@ -31,7 +31,9 @@ CREATE TABLE IF NOT EXISTS names (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 READ: Final = """SELECT id, iif(typeof(document) = 'blob' AND length(document) <= ?, document, x'')
     FROM documents WHERE id IN (SELECT value FROM json_each(?))"""
 PUT_ENTRY: Final = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?)"
-DELETE_ENTRY: Final = "DELETE FROM entries WHERE list = ? AND id = ?"
+DELETE_ENTRIES: Final = (
+    "DELETE FROM entries WHERE id = ? AND list IN (SELECT value FROM json_each(?))"
+)
 COUNT: Final = "SELECT count(*) FROM entries WHERE list = ?"
 
 
@@ -51,7 +53,6 @@ class SqliteTable:
         self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         self._database = open_database(self._folder / "queue.db", SCHEMA, BUSY_TIMEOUT_S)
         self._database.text_factory = partial(str, encoding="utf-8", errors="replace")
-        self._database.execute("PRAGMA synchronous = FULL")  # what is committed survives a crash
         with transaction(self._database):  # leases from before a restart of the machine
             self._database.execute(
                 "UPDATE entries SET score = 0 WHERE list = ? AND score > ?",
@@ -62,6 +63,9 @@ class SqliteTable:
         self._database.close()
 
     def change(self, change: Change) -> str:
+        # A start that is lost in a crash of the machine is made again; everything else survives one.
+        level = "NORMAL" if change.is_start else "FULL"
+        self._database.execute(f"PRAGMA synchronous = {level}")
         with transaction(self._database):
             if change.seen_token is None:
                 holder = self._find_name(change.name)
@@ -84,14 +88,14 @@ class SqliteTable:
         else:
             execute("DELETE FROM documents WHERE id = ?", (change.id,))
             execute("DELETE FROM names WHERE (name, value) = (?, ?)", (change.name, change.id))
-        lease_until = time.monotonic() + change.lease_s if change.lease_s else None
-        for name, score in {**change.scores, LEASES: lease_until}.items():
-            if score is None:
-                execute(DELETE_ENTRY, (name, change.id))
-            else:
-                execute(PUT_ENTRY, (name, change.id, score))
+        scores = {**change.scores, LEASES: None}
+        if change.lease_s:
+            scores[LEASES] = time.monotonic() + change.lease_s
+        execute(DELETE_ENTRIES, (change.id, orjson.dumps([*scores]).decode()))
+        entries = [(name, change.id, score) for name, score in scores.items() if score is not None]
+        self._database.executemany(PUT_ENTRY, entries)
         if not self.list_ids(change.queue, 0, 1, inf, is_reverse=False):
-            execute(DELETE_ENTRY, (TURNS, change.owner))
+            execute(DELETE_ENTRIES, (change.owner, orjson.dumps([TURNS]).decode()))
         elif change.is_start or self.find_rank(TURNS, change.owner, is_reverse=False) is None:
             execute(PUT_ENTRY, (TURNS, change.owner, time.time()))
 

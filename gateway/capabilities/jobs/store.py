@@ -8,7 +8,7 @@ it can have been written by others: a job counts in a list only if its document 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from gateway.messages import CommandError
 
 # Of the places of a process, no caller gets more.
 MAX_SHARE_OF_PLACES: Final = 2 / 3
+LEASES_PERIOD_S: Final = 0.5  # leases that are over are noticed with a claim after this time
 PAGE: Final = 200  # after a first page with jobs that were not wanted
 # Results of `JobTable.change` in place of an ID.
 REFUSED: Final = ""
@@ -154,6 +155,7 @@ class JobStore:
         self._lease_s = lease_s
         # Since when the lease of a running job, by its ID and token, is over: `time.monotonic`.
         self._over_since: dict[tuple[str, int], float] = {}
+        self._leases_due_at = 0.0
         self.keep_name = table.keep_name
 
     async def open(self) -> None:
@@ -282,34 +284,28 @@ class JobStore:
         They were queued and due. No caller gets more than a share of the places, with those of the `running`
         jobs. Jobs whose lease is over are queued again, or failed.
         """
-        await self._end_leases(now, {job.id for job in running})
+        if time.monotonic() >= self._leases_due_at:
+            self._leases_due_at = time.monotonic() + LEASES_PERIOD_S
+            await self._end_leases(now, {job.id for job in running})
         max_per_owner = ceil(MAX_SHARE_OF_PLACES * (count + len(running)))
         by_owner = Counter(job.owner for job in running)
         seen: set[str] = set()
-        while count > 0:
-            full_owners = {owner for owner, jobs in by_owner.items() if jobs >= max_per_owner}
-            waiting = await self._find_next(now, full_owners, seen)
-            if waiting is None:
-                return
-            seen.add(waiting.id)  # also if another process has just started it
-            job = waiting.start(now)
-            if await self.replace(job, waiting.token):
-                by_owner[job.owner] += 1
+        turns = deque(await self._list_turns())
+        while count > 0 and turns:
+            owner = turns.popleft()
+            if by_owner[owner] >= max_per_owner:
+                continue
+            is_next = partial(is_queued, owner, seen)
+            waiting = await self._select(QUEUE + owner, 1, is_next, until=now)
+            if not waiting:
+                continue
+            turns.append(owner)
+            seen.add(waiting[0].id)  # also if another process has just started it
+            job = waiting[0].start(now)
+            if await self.replace(job, waiting[0].token):
+                by_owner[owner] += 1
                 count -= 1
                 yield job
-
-    async def _find_next(self, now: float, full_owners: Set[str], seen: Set[str]) -> Job | None:
-        for owner in await self._list_turns():
-            if owner in full_owners:
-                continue
-
-            def is_next(job: Job, owner: str = owner) -> bool:
-                is_queued = job.owner == owner and job.state is JobState.queued
-                return is_queued and job.id not in seen
-
-            for job in await self._select(QUEUE + owner, 1, is_next, until=now):
-                return job
-        return None
 
     async def _end_leases(self, now: float, running: Set[str]) -> None:
         """Take back the jobs whose lease is over, once their workers had time to renew it after an outage."""
@@ -345,10 +341,9 @@ class JobStore:
         """Return jobs that ended before `when`, and queued ones that were created before."""
         outdated: list[Job] = []
         for state in JobState:
-            if state is JobState.running:
-                continue
             name = STATE + state.value
-            outdated += await self._select(name, limit, partial(has_state, state), until=when)
+            if state is not JobState.running:
+                outdated += await self._select(name, limit, partial(has_state, state), until=when)
         return outdated
 
     async def find_due_deliveries(
@@ -374,6 +369,10 @@ def name_key(owner: str, idempotency_key: str) -> str:
     return f"key:{owner}\n{idempotency_key}"
 
 
+def is_queued(owner: str, seen: Set[str], job: Job) -> bool:
+    return job.owner == owner and job.state is JobState.queued and job.id not in seen
+
+
 def has_state(state: JobState, job: Job) -> bool:
     return job.state is state
 
@@ -384,12 +383,12 @@ def list_scores(job: Job) -> dict[str, float | None]:
     The score of a lease is set by the table.
     """
     has_ended = job.has_ended
-    is_queued = job.state is JobState.queued
+    starts_at = max(job.created_at, job.due_at)
     scores: dict[str, float | None] = {
         ALL: job.created_at,
         OWNER + job.owner: job.created_at,
         UNFINISHED + job.owner: None if has_ended else job.created_at,
-        QUEUE + job.owner: max(job.created_at, job.due_at) if is_queued else None,
+        QUEUE + job.owner: starts_at if job.state is JobState.queued else None,
     }
     for state in JobState:
         at = job.ended_at if has_ended else job.created_at
