@@ -50,6 +50,7 @@ class Action:
     effect: WorldEffect | None = None
     partial_effect: WorldEffect | None = None  # right as well, if the change is partly done
     model: str = ""
+    changes_files: bool = False
     delay_s: float = 0.0
 
     @property
@@ -178,6 +179,7 @@ def call(
             effect=lambda before: effect(before, details),
             partial_effect=partial_effect and (lambda before: partial_effect(before, details)),
             model=model,
+            changes_files=path in (MODEL, VERSION),
         )
 
     return draw_call

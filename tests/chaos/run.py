@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Final, TypeGuard
 
 import httpx
 
-from tests.chaos.actions import Action, Response, draw_step
+from tests.chaos.actions import Action, Response, draw_step, pack_model
 from tests.chaos.answers import RIVAL, Violation, describe, judge
 from tests.chaos.checks import count_actions, find_differences, find_log_fault
 from tests.chaos.fleet import GATEWAYS, MODELS, Failure, Fleet, start_fleet
@@ -21,6 +23,7 @@ from tests.chaos.world import (
     NO_WISH,
     STEPS,
     UNLOADED,
+    Details,
     Model,
     World,
     list_possible_worlds,
@@ -71,6 +74,13 @@ class Run:
         running = [self.pool.submit(act, self.fleet, action) for action in actions]
         responses = [each.result() for each in running]
         self.fleet.start_killed()
+        unanswered = [
+            action.model
+            for action, response in zip(actions, responses, strict=True)
+            if action.changes_files and isinstance(response, httpx.HTTPError)
+        ]
+        for model in unanswered:
+            self._remove_files(model)
         codes = [each.json().get("code") for each in responses if is_error(each)]
         self._has_failed_load = LOAD_FAILED in codes or self._has_failed_load
         targets = [action.target for action in actions if action.target]
@@ -79,7 +89,11 @@ class Run:
         self._interruptions += [Interruption(target, began, ended) for target in targets]
         happened = "; ".join(map(describe, actions, responses))
         try:
-            settled_s = self.settle(self._find_worlds(actions, responses, targets))
+            worlds = self._find_worlds(actions, responses, targets)
+            removed = dict.fromkeys(unanswered, Model())
+            settled_s = self.settle(
+                [replace(world, models={**world.models, **removed}) for world in worlds]
+            )
             self._check_background()
             if logged := find_log_fault(self.fleet):
                 raise Violation(logged)
@@ -89,6 +103,28 @@ class Run:
         self._has_failed_load = LOAD_FAILED in codes
         self.slowest_s = max(self.slowest_s, settled_s)
         return f"{happened}: settled in {settled_s:.1f} s"
+
+    def _remove_files(self, model: str) -> None:
+        """Upload a model again and remove it, as its owner would who got no answer.
+
+        A gateway that is killed meanwhile can leave files that are not loaded, and hidden ones for a day.
+        """
+        ended = time.monotonic() + SETTLE_S * self.patience
+        gateways = cycle(self.fleet.gateways.values())
+        pending = [("PUT", pack_model(Details(model, 1, "", 0))), ("DELETE", {})]
+        while pending and time.monotonic() < ended:
+            method, body = pending[0]
+            with suppress(httpx.HTTPError):
+                url = f"{next(gateways).url}/v1/models/{model}"
+                answer = httpx.request(
+                    method, url, headers=bearer(ADMIN), timeout=TIMEOUT_S, **body
+                )
+                if answer.is_success:
+                    pending.pop(0)
+                    continue
+            time.sleep(LOOK_PAUSE_S)
+        for path in (self.fleet.folder / "models").glob(".triton-gateway-*"):
+            path.unlink()
 
     def _restart_crashed(self, began: float) -> list[str]:
         """Start the Tritons that a failed load has ended.
