@@ -152,7 +152,7 @@ def parse_start(since: str, after: str) -> EventId | None:
 
 
 # The schemas alone: the gateway's own sentences say more than the framework's.
-SINCE_SCHEMA: Final[dict[str, Any]] = {"format": "date-time"}
+SINCE_SCHEMA: Final[dict[str, Any]] = {"anyOf": [{"format": "date-time"}, {"maxLength": 0}]}
 AFTER_SCHEMA: Final[dict[str, Any]] = {"pattern": "^([0-9]{1,15}-[0-9]{1,10})?$"}
 
 

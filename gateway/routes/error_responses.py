@@ -25,7 +25,7 @@ from gateway.errors import (
     serialize_error,
     serialize_problem,
 )
-from gateway.headers import list_accepted_types
+from gateway.headers import MAX_ACCEPT_CHARS, list_accepted_types
 from gateway.media_types import JSON, PROBLEM_JSON
 from gateway.messages import quote_text
 
@@ -89,7 +89,8 @@ async def render_error(request: Request, exc: Exception) -> Response:
         info.error_reason = error.detail
     if serialize := request.scope.get(ERROR_SERIALIZER):
         body = serialize(error.detail, error.code, error.status)
-    elif PROBLEM_JSON in list_accepted_types(request.headers.get("accept", "")):
+    # A longer header is an error itself.
+    elif PROBLEM_JSON in list_accepted_types(request.headers.get("accept", "")[:MAX_ACCEPT_CHARS]):
         body = serialize_problem(error, request_id)
         return Response(body, error.status, error.headers, PROBLEM_JSON)
     else:

@@ -410,7 +410,8 @@ def test_model_that_was_used_lately_is_loaded_again_when_its_replica_ends(
         finally:
             holder.start()
             holder.wait()
-        assert fleet.unload("model00").status_code == 200
+        # When the gateway has seen that the replica is back.
+        wait_until(lambda: fleet.unload("model00").status_code == 200)
         assert not any("model00" in list_held(triton) for triton in three)
 
 

@@ -257,3 +257,11 @@ def test_error_is_a_problem_document_if_accept_asks_for_it(
         "code": code,
         **expected,
     }
+
+
+def test_error_of_a_long_accept_is_a_problem_document(zoo_as_written: Zoo) -> None:
+    headers = {"Accept": PROBLEM + ", image/png" * 1000}
+    path = "/v1/models/single_BYTES/infer"
+    response = zoo_as_written.client.post(path, json={"inputs": "a"}, headers=headers)
+    assert (response.status_code, response.headers["content-type"]) == (400, PROBLEM)
+    assert "the Accept header is longer than 2048 characters" in response.json()["detail"]
