@@ -260,6 +260,7 @@ def test_error_is_a_problem_document_if_accept_asks_for_it(
 
 
 def test_error_of_a_long_accept_is_a_problem_document(zoo_as_written: Zoo) -> None:
+    zoo_as_written.load("single_BYTES")
     headers = {"Accept": PROBLEM + ", image/png" * 1000}
     path = "/v1/models/single_BYTES/infer"
     response = zoo_as_written.client.post(path, json={"inputs": "a"}, headers=headers)
