@@ -50,14 +50,21 @@ class EntryChange:
 
 
 class Reading(NamedTuple):
-    """The revision of the state, and of each table that has changed its last change and its entries."""
+    """The revision of the state, and of each table that has changed its last change and its entries.
+
+    If a table is something else, the revision is 0: the place has lost the state.
+    """
 
     revision: int
     tables: Mapping[str, tuple[str, Entries]]
+    damaged: Sequence[str] = ()
 
 
 class KeyValues(Protocol):
-    """A place that keeps the state. Methods are atomic, and raise `StateUnavailable` if they did nothing."""
+    """A place that keeps the state. Methods are atomic, and raise `StateUnavailable` if they did nothing.
+
+    Values above `max_bytes`, and those that are no bytes at all, are read as anything else than bytes.
+    """
 
     @property
     def is_shared(self) -> bool:
@@ -71,8 +78,8 @@ class KeyValues(Protocol):
     def rate_windows(self) -> RateWindows | None:
         """Return counters of rates that all processes with this state share, if the place has them."""
 
-    async def read(self, known: Mapping[str, str]) -> Reading:
-        """Read tables, given the last known change of each."""
+    async def read(self, known: Mapping[str, tuple[str, int]]) -> Reading:
+        """Read tables, given the last known change and the largest value of each."""
 
     async def write(self, change: EntryChange) -> int:
         """Change an entry, and return the new revision of the state, which is higher than every earlier one.
@@ -92,17 +99,21 @@ class KeyValues(Protocol):
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store a value for a time."""
 
-    async def get(self, keys: Sequence[str]) -> Sequence[object]:
+    async def get(self, keys: Sequence[str], max_bytes: int) -> Sequence[object]:
         """Return values, None for one that is missing."""
 
-    async def exchange(self, owner: str, report: bytes, ttl_s: float) -> Sequence[object]:
+    async def exchange(
+        self, owner: str, report: bytes, ttl_s: float, max_bytes: int
+    ) -> Sequence[object]:
         """Store a report for a time, and return those of others."""
 
     async def append_event(self, raw: bytes, max_events: int) -> None:
         """Append to the events, unless it is the last one, of which the answer was lost."""
 
-    async def read_events(self, start: EventId) -> Sequence[StoredEvent]:
-        """Return the events from an id on, in order."""
+    async def read_events(
+        self, start: EventId, limit: int, max_bytes: int
+    ) -> Sequence[StoredEvent]:
+        """Return the last events from an id on, in order."""
 
     async def count(self, limits: Mapping[str, int], amount: int, ttl_s: float) -> QuotaCount:
         """Add an amount, which may be negative, to counters, unless one of them would exceed its limit."""

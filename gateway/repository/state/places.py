@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 from gateway.config.settings import Settings
 from gateway.repository.state.interface import BadState, KeyValues
-from gateway.repository.state.redis import RedisKeyValues, parse_redis_url
+from gateway.repository.state.redis import open_redis_store
 from gateway.repository.state.sqlite import SqliteKeyValues, open_file_store
 from gateway.repository.state.store import ReadOnlyStateStore, StateStore
 
@@ -32,8 +32,7 @@ def open_state_store(url: str, password: str = "") -> StateStore:
     if parts.scheme == "file":
         place = open_file_store(parts)
     elif parts.scheme in ("redis", "rediss"):
-        parsed = parse_redis_url(parts, port or 6379, password)
-        place = None if parsed is None else RedisKeyValues(*parsed)
+        place = open_redis_store(parts, port or 6379, password)
     elif not parts.netloc + parts.path + parts.query + parts.fragment:
         place = SqliteKeyValues(None) if parts.scheme in ("memory", "none") else None
     if place is None:

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 
 from gateway.access.limits import QuotaCount, RateWindow, WindowCount
 from gateway.errors import StateUnavailable
-from gateway.repository.state.content import EventId, StoredEvent, parse_event_id
+from gateway.repository.state.content import MAX_NAME_CHARS, EventId, StoredEvent, parse_event_id
 from gateway.repository.state.interface import (
     COUNT_ACTION,
     READ_ACTION,
@@ -31,6 +31,8 @@ from gateway.repository.state.redis_scripts import (
     CLAIM,
     COUNT_INFERENCES,
     EXCHANGE_REPORTS,
+    GET_VALUES,
+    READ_EVENTS,
     READ_TABLES,
     RELEASE,
     RESTORE_TABLES,
@@ -42,17 +44,25 @@ TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 STATE_KEYS: Final = ("state:revision", "state:changes")
 ESCAPED: Final = "surrogateescape"  # what is no UTF-8
 MAX_REVISION_DIGITS: Final = 15
-MAX_REPLY_ENTRY_BYTES: Final = 1 << 20  # larger entries have a reply, and a timeout, of their own
+MAX_NAME_BYTES: Final = 16 * MAX_NAME_CHARS  # of two names in JSON
+MAX_REPLY_ENTRY_BYTES: Final = (
+    1 << 20
+)  # larger entries have a reply each, and a timeout of their own
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 COUNTER_CONNECTIONS: Final = 16  # which bursts of requests share, instead of opening one each
 QUOTA_TIMEOUT_S: Final = 1.0  # longer, because a quota is exact while Redis answers
+
+
+def open_redis_store(url: SplitResult, port: int, password: str) -> RedisKeyValues | None:
+    parsed = parse_redis_url(url, port, password)
+    return None if parsed is None else RedisKeyValues(*parsed)
 
 
 def parse_redis_url(
     url: SplitResult, port: int, password: str, setting: str = "GATEWAY_STATE"
 ) -> tuple[RedisServer, str] | None:
     """Return the server and the prefix of all keys; None for an invalid URL. Raises `BadState`."""
-    options: dict[str, Any] = dict(parse_qsl(url.query, keep_blank_values=True))
+    options = dict(parse_qsl(url.query, keep_blank_values=True))
     prefix = options.pop("prefix", DEFAULT_KEY_PREFIX)
     database = url.path.strip("/") or "0"
     tls = url.scheme == "rediss"
@@ -62,16 +72,15 @@ def parse_redis_url(
     for name, file in options.items():
         if not Path(file).is_file():
             raise BadState(f"{setting}: file {file} of {name} not found")
-    host = unquote(url.hostname)
-    options |= {
-        "host": host,
-        "port": port,
-        "db": int(database),
-        "username": unquote(url.username or "") or None,
-        "password": (password or None) if url.password is None else unquote(url.password),
-        "ssl": tls,
-    }
-    return RedisServer(f"{url.scheme}://{host}:{port}/{int(database)}", options), prefix
+    server = RedisServer(
+        unquote(url.hostname),
+        port,
+        int(database),
+        user=None if url.username is None else unquote(url.username) or None,
+        password=(password or None) if url.password is None else unquote(url.password),
+        tls=options if tls else None,
+    )
+    return server, prefix
 
 
 class RedisKeyValues:
@@ -90,18 +99,21 @@ class RedisKeyValues:
     def is_available(self) -> bool:
         return self._redis.is_available
 
-    async def read(self, known: Mapping[str, str]) -> Reading:
-        arguments: list[str | int] = [MAX_REPLY_ENTRY_BYTES, *known.values()]
+    async def read(self, known: Mapping[str, tuple[str, int]]) -> Reading:
+        arguments: list[str | int] = [MAX_NAME_BYTES, MAX_REPLY_ENTRY_BYTES]
+        for change, max_bytes in known.values():
+            arguments += [change, max_bytes + MAX_REVISION_DIGITS + 1]
         revision, *tables = await self._read(
             READ_TABLES, name_tables(known), *arguments, decode=decode_tables
         )
         readings = {}
-        for name, (change, *found) in zip(known, tables, strict=True):
+        for name, (_, change, *found) in zip(known, tables, strict=True):
             if found:  # the change is not known
                 entries, large = found
                 is_whole = await self._read_large_entries(name, entries, large)
                 readings[name] = (change if is_whole else UNKNOWN_CHANGE, entries)
-        return Reading(revision, readings)
+        damaged = [name for name, table in zip(known, tables, strict=True) if table[0]]
+        return Reading(revision, readings, damaged)
 
     async def _read_large_entries(
         self, table: str, entries: dict[str, Entry], keys: Sequence[str]
@@ -142,20 +154,23 @@ class RedisKeyValues:
         command = ("SET", self._redis.full_key(key), value, "PX", to_ms(ttl_s))
         await self._redis.execute(WRITE_ACTION, *command, decode=bool)
 
-    async def get(self, keys: Sequence[str]) -> Sequence[object]:
-        names = map(self._redis.full_key, keys)
-        return await self._redis.execute(READ_ACTION, "MGET", *names, decode=list)
+    async def get(self, keys: Sequence[str], max_bytes: int) -> Sequence[object]:
+        return await self._read(GET_VALUES, keys, max_bytes, decode=list)
 
-    async def exchange(self, owner: str, report: bytes, ttl_s: float) -> Sequence[object]:
-        arguments = (owner, report, to_ms(ttl_s))
+    async def exchange(
+        self, owner: str, report: bytes, ttl_s: float, max_bytes: int
+    ) -> Sequence[object]:
+        arguments = (owner, report, to_ms(ttl_s), max_bytes)
         return await self._change(EXCHANGE_REPORTS, ["reports"], *arguments, decode=list)
 
     async def append_event(self, raw: bytes, max_events: int) -> None:
         await self._change(APPEND_EVENT, ["events"], raw, max_events, decode=bool)
 
-    async def read_events(self, start: EventId) -> Sequence[StoredEvent]:
-        command = ("XRANGE", self._redis.full_key("events"), str(start), "+")
-        return await self._redis.execute(READ_ACTION, *command, decode=decode_events)
+    async def read_events(
+        self, start: EventId, limit: int, max_bytes: int
+    ) -> Sequence[StoredEvent]:
+        arguments = (str(start), limit, max_bytes)
+        return await self._read(READ_EVENTS, ["events"], *arguments, decode=decode_events)
 
     async def count(self, limits: Mapping[str, int], amount: int, ttl_s: float) -> QuotaCount:
         return await self._counters.run_script(
@@ -215,8 +230,8 @@ def decode_tables(reply: Any) -> list[Any]:
     """Decode the reply of `READ_TABLES`: changes, keys and entries."""
     revision, *tables = reply
     decoded: list[Any] = [int(revision)]
-    for change, *found in tables:
-        table = [change.decode(errors="replace")]
+    for is_damaged, change, *found in tables:
+        table = [bool(is_damaged), change.decode(errors="replace")]
         for entries, large in [found] if found else []:
             keys = [key.decode(errors=ESCAPED) for key in entries[::2]]
             values = map(decode_entry, entries[1::2])
@@ -237,9 +252,9 @@ def decode_entry(raw: bytes) -> Entry:
 
 def decode_events(reply: Sequence[Any]) -> list[StoredEvent]:
     events = []
-    for name, fields in reply:
+    for name, raw in reversed(reply):
         event_id = parse_event_id(name.decode())
-        events.append(StoredEvent(event_id or EventId(0), event_id and fields.get(b"event")))
+        events.append(StoredEvent(event_id or EventId(0), raw if event_id else None))
     return events
 
 

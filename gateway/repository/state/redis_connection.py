@@ -36,13 +36,18 @@ ERROR_CODE: Final = re.compile("[A-Z]{4,}(?= )")  # such as MISCONF or WRONGTYPE
 
 @dataclass(frozen=True)
 class RedisServer:
-    """The address of a Redis for messages, and the arguments of redis-py, credentials included."""
+    """The address of a Redis, and the credentials to use."""
 
-    address: str
-    options: Mapping[str, Any] = field(repr=False)
+    host: str
+    port: int
+    database: int
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Mapping[str, Any] | None = None  # files, by the names of redis-py's arguments
 
     def __str__(self) -> str:
-        return self.address
+        scheme = "redis" if self.tls is None else "rediss"
+        return f"{scheme}://{self.host}:{self.port}/{self.database}"
 
 
 def explain_redis_error(exc: Exception) -> str:
@@ -64,8 +69,14 @@ def create_redis_client(server: RedisServer) -> Any:
         ) from None
     no_backoff = redis.backoff.NoBackoff()
     return redis.asyncio.Redis(
-        **server.options,
+        host=server.host,
+        port=server.port,
+        db=server.database,
+        username=server.user,
+        password=server.password,
+        ssl=server.tls is not None,
         ssl_check_hostname=True,
+        **(server.tls or {}),
         socket_connect_timeout=REDIS_TIMEOUT_S,
         socket_timeout=REDIS_TIMEOUT_S,
         # One retry, for a connection that was closed while idle. Every command is safe to repeat.

@@ -1,6 +1,6 @@
 """The Lua scripts of the Redis store, each of which is one primitive, and atomic.
 
-Any value can be one that no gateway has written. A key of another kind is an error of Redis.
+Any key and value can be of a kind that no gateway has written.
 """
 
 from __future__ import annotations
@@ -15,53 +15,84 @@ if time[1] * 1000 + math.floor(time[2] / 1000) > tonumber(table.remove(ARGV)) th
   return redis.error_reply('EXPIRED')
 end
 """
+IS_DAMAGED: Final = """
+local function is_damaged(key, kind)
+  local found = redis.call('TYPE', key).ok
+  return found ~= kind and found ~= 'none'
+end
+"""
+DELETE_DAMAGED: Final = f"""{IS_DAMAGED}
+local function delete_damaged(kind)
+  if is_damaged(KEYS[#KEYS], kind) then
+    redis.call('DEL', KEYS[#KEYS])
+  end
+end
+"""
 # The keys of these are the revision of the state, the last change of each table, and tables. An entry is its
 # revision, a space and its value. Lua counts exactly to 15 digits.
-TABLES: Final = """
+TABLES: Final = f"""{DELETE_DAMAGED}
 local function parse_revision(stored)
-  local digits = stored and string.match(stored, '^%d+') or '0'
+  local digits = type(stored) == 'string' and string.match(stored, '^%d+') or '0'
   return #digits <= 15 and tonumber(digits) or 0
 end
-local revision = parse_revision(redis.call('GET', KEYS[1]))
+local function read_revision()
+  for index = 2, #KEYS do
+    if is_damaged(KEYS[index], 'hash') then
+      return 0
+    end
+  end
+  return parse_revision(redis.pcall('GET', KEYS[1]))
+end
 """
-# The arguments are the largest entry of a reply, and the known change of each table. The result is the
-# revision, and of each table its change, and unless that is known its entries, and the keys of those that are
-# too large for a reply.
+# The arguments are the largest name, the largest entry of a reply, and of each table the known change and the
+# largest entry. The result is the revision, and of each table whether it is damaged, its change, and unless
+# that is known its entries, and the keys of those that are too large for a reply.
 READ_TABLES: Final = f"""{TABLES}
-local reply = {{revision}}
+local reply = {{read_revision()}}
 for index = 3, #KEYS do
-  local change = redis.call('HGET', KEYS[2], KEYS[index]) or ''
-  local table = {{change}}
-  if change ~= ARGV[index - 1] then
-    local entries, large = redis.call('HGETALL', KEYS[index]), {{}}
+  local change = redis.pcall('HGET', KEYS[2], KEYS[index])
+  change = type(change) == 'string' and change or ''
+  local is_hash = not is_damaged(KEYS[index], 'hash')
+  local entries
+  local large = {{}}
+  if change ~= ARGV[index * 2 - 3] then
+    entries = is_hash and redis.call('HGETALL', KEYS[index]) or {{}}
     for number = 1, #entries, 2 do
-      if #entries[number + 1] > tonumber(ARGV[1]) then
-        entries[number + 1] = ''
-        large[#large + 1] = entries[number]
+      local size = #entries[number + 1]
+      entries[number] = string.sub(entries[number], 1, ARGV[1])
+      if size > tonumber(ARGV[2]) then
+        entries[number + 1] = string.sub(entries[number + 1], 1, 15)
+        if size <= tonumber(ARGV[index * 2 - 2]) then
+          large[#large + 1] = entries[number]
+        end
       end
     end
-    table = {{change, entries, large}}
   end
-  reply[index - 1] = table
+  reply[index - 1] = {{is_hash and 0 or 1, change, entries, large}}
 end
 return reply
 """
 # The arguments are the known revision, the name of the change, the key of the entry, the expected and the
 # kept revision, which can be empty, and the value, if there is one.
 WRITE_ENTRY: Final = f"""{TABLES}
-if revision < tonumber(ARGV[1]) then
+if read_revision() < tonumber(ARGV[1]) then
   return -1
 end
+delete_damaged('hash')
 local stored = redis.call('HGET', KEYS[3], ARGV[3])
 if ARGV[4] ~= '' and parse_revision(stored) ~= tonumber(ARGV[4]) then
   return 0
 end
-revision = string.format('%d', revision + 1)
-redis.call('SET', KEYS[1], revision)
+local revision = read_revision() + 1
+redis.call('SET', KEYS[1], string.format('%d', revision))
 if ARGV[6] then
-  redis.call('HSET', KEYS[3], ARGV[3], (ARGV[5] ~= '' and ARGV[5] or revision) .. ' ' .. ARGV[6])
+  local own = ARGV[5] ~= '' and ARGV[5] or string.format('%d', revision)
+  redis.call('HSET', KEYS[3], ARGV[3], own .. ' ' .. ARGV[6])
 else
   redis.call('HDEL', KEYS[3], ARGV[3])
+end
+if is_damaged(KEYS[2], 'hash') then
+  redis.call('DEL', KEYS[2])
 end
 redis.call('HSET', KEYS[2], KEYS[3], ARGV[2])
 return revision
@@ -69,7 +100,7 @@ return revision
 # The arguments are the known revision, the name of the change, and of each entry the number of its table's
 # key, its key and its value.
 RESTORE_TABLES: Final = f"""{TABLES}
-if revision >= tonumber(ARGV[1]) then
+if read_revision() >= tonumber(ARGV[1]) then
   return 0
 end
 redis.call('DEL', unpack(KEYS))
@@ -86,8 +117,8 @@ return 1
 CLAIM: Final = """
 local is_free
 for _, key in ipairs(KEYS) do
-  local owner, ttl = redis.call('GET', key), redis.call('PTTL', key)
-  is_free = not owner or owner == ARGV[1] or ttl < 0 or ttl > tonumber(ARGV[2])
+  local owner, ttl = redis.pcall('GET', key), redis.call('PTTL', key)
+  is_free = type(owner) ~= 'string' or owner == ARGV[1] or ttl < 0 or ttl > tonumber(ARGV[2])
   if is_free then
     redis.call('SET', key, ARGV[1], 'PX', ARGV[2])
   end
@@ -96,38 +127,67 @@ return is_free and 1 or 0
 """
 RELEASE: Final = """
 for _, key in ipairs(KEYS) do
-  if redis.call('GET', key) == ARGV[1] then
+  if redis.pcall('GET', key) == ARGV[1] then
     redis.call('DEL', key)
   end
 end
 return 1
 """
+# What is unreadable is an empty text.
+GET_VALUES: Final = """
+local reply = {}
+for index, key in ipairs(KEYS) do
+  local value = redis.pcall('GET', key)
+  local is_unreadable = value and (type(value) ~= 'string' or #value > tonumber(ARGV[1]))
+  reply[index] = is_unreadable and '' or value
+end
+return reply
+"""
 # Store a report with its time in milliseconds, and return those of others that are not too old. What has no
-# such time is deleted. The arguments are the owner, the report and the milliseconds for which it lasts.
-EXCHANGE_REPORTS: Final = """
+# such time is deleted.
+EXCHANGE_REPORTS: Final = f"""{DELETE_DAMAGED}
+delete_damaged('hash')
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%d ', now) .. ARGV[2])
 local reports = redis.call('HGETALL', KEYS[1])
-local others = {}
+local others = {{}}
 for index = 1, #reports, 2 do
-  local at, report = string.match(reports[index + 1], '^(%d+) (.*)$')
+  local stored = reports[index + 1]
+  local at = string.match(string.sub(stored, 1, 20), '^(%d+) ')
   if not at or math.abs(now - tonumber(at)) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], reports[index])
   elseif reports[index] ~= ARGV[1] then
-    others[#others + 1] = report
+    others[#others + 1] = #stored <= tonumber(ARGV[4]) and string.sub(stored, #at + 2) or ''
   end
 end
 return others
 """
 # Append an event, unless it is the last one: the response to a first attempt may have been lost. The
-# arguments are the event and the number of events to keep.
-APPEND_EVENT: Final = """
+# arguments are the event and the number of events to keep. After the last possible id no other could follow.
+APPEND_EVENT: Final = f"""{DELETE_DAMAGED}
+delete_damaged('stream')
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if last and #string.match(last[1], '^%d+') > 15 then
+  redis.call('DEL', KEYS[1])
+  last = nil
+end
 if not last or last[2][2] ~= ARGV[1] then
   redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[2], '*', 'event', ARGV[1])
 end
 return 1
+"""
+# The arguments are the first id, the number of events, and the largest one. The last event comes first.
+READ_EVENTS: Final = f"""{IS_DAMAGED}
+if is_damaged(KEYS[1], 'stream') then
+  return {{}}
+end
+local found = redis.call('XREVRANGE', KEYS[1], '+', ARGV[1], 'COUNT', ARGV[2])
+for _, event in ipairs(found) do
+  local name, raw = event[2][1], event[2][2]
+  event[2] = name == 'event' and #raw <= tonumber(ARGV[3]) and raw or ''
+end
+return found
 """
 # Add to the counts of all keys, unless one would exceed its limit. The arguments are the milliseconds for
 # which they are kept, the number to add, which may be negative, and the limits. The result is whether it was
@@ -136,8 +196,8 @@ ADD_TO_COUNTERS: Final = """
 local count = tonumber(ARGV[2])
 local reply = {1, 0}
 for index, key in ipairs(KEYS) do
-  local stored = redis.call('GET', key)
-  local used = stored and #stored <= 15 and string.match(stored, '^%d+$')
+  local stored = redis.pcall('GET', key)
+  local used = type(stored) == 'string' and #stored <= 15 and string.match(stored, '^%d+$')
   reply[2] = reply[2] + (stored and not used and 1 or 0)
   used = tonumber(used or '0')
   if count > 0 and used + count > tonumber(ARGV[index + 2]) then

@@ -41,6 +41,7 @@ BlockingMethod = Callable[Concatenate["SqliteKeyValues", Database, P], T]
 Method = Callable[Concatenate["SqliteKeyValues", P], Coroutine[Any, Any, T]]
 LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 MAX_TTL_S: Final = 50 * 24 * 3600.0
+MAX_DIGITS: Final = 20  # of a counter
 # A column of SQLite takes values of any type, unless a condition refuses them. The number of changes of the
 # state is the `user_version` of the database.
 SCHEMA: Final = """
@@ -56,17 +57,20 @@ CREATE TABLE IF NOT EXISTS events (
     number INTEGER CHECK (number BETWEEN 0 AND 9999999999), raw, PRIMARY KEY (time_ms, number))
     WITHOUT ROWID
 """
-READ_ENTRIES: Final = "SELECT key, value, revision FROM entries WHERE tab = ?"
+READ_ENTRIES: Final = (
+    "SELECT key, CASE WHEN length(value) <= ? THEN value END, revision FROM entries WHERE tab = ?"
+)
 PUT_ENTRY: Final = "REPLACE INTO entries VALUES (?, ?, ?, ?)"
-READ_VALUE: Final = "SELECT value FROM expiring WHERE key = ? AND expires_at BETWEEN ? AND ?"
+READ_VALUE: Final = (
+    "SELECT CASE WHEN length(value) <= ? THEN value ELSE -1 END FROM expiring "
+    "WHERE key = ? AND expires_at BETWEEN ? AND ?"
+)
 READ_REPORTS: Final = (
-    "SELECT value FROM expiring WHERE key > 'report:' AND key < 'report;' AND key != ? "
-    "AND expires_at BETWEEN ? AND ?"
+    "SELECT CASE WHEN length(value) <= ? THEN value END FROM expiring WHERE key > 'report:' "
+    "AND key < 'report;' AND key != ? AND expires_at BETWEEN ? AND ?"
 )
-READ_EVENTS: Final = (
-    "SELECT * FROM events WHERE (time_ms, number) >= (?, ?) ORDER BY time_ms, number"
-)
-READ_LAST_EVENT: Final = "SELECT * FROM events ORDER BY time_ms DESC, number DESC LIMIT 1"
+READ_EVENTS: Final = """SELECT time_ms, number, CASE WHEN length(raw) <= ? THEN raw END FROM events
+    WHERE (time_ms, number) >= (?, ?) ORDER BY time_ms DESC, number DESC LIMIT ?"""
 DELETE_OLD_EVENTS: Final = """DELETE FROM events WHERE (time_ms, number) NOT IN
     (SELECT time_ms, number FROM events ORDER BY time_ms DESC, number DESC LIMIT ?)"""
 
@@ -184,12 +188,12 @@ class SqliteKeyValues:
         return result
 
     @transacts(READ_ACTION)
-    def read(self, database: Database, known: Mapping[str, str]) -> Reading:
+    def read(self, database: Database, known: Mapping[str, tuple[str, int]]) -> Reading:
         tables = {}
-        for name, known_change in known.items():
+        for name, (known_change, max_bytes) in known.items():
             change = find_change(database, name)
             if change != known_change:
-                rows = database.execute(READ_ENTRIES, (name,))
+                rows = database.execute(READ_ENTRIES, (max_bytes, name))
                 tables[name] = (change, {key: Entry(*entry) for key, *entry in rows})
         return Reading(find_revision(database), tables)
 
@@ -214,7 +218,7 @@ class SqliteKeyValues:
         delete = "DELETE FROM expiring WHERE expires_at < ? OR expires_at > ?"
         database.execute(delete, (now, now + MAX_TTL_S))
         # One that lasts longer is from before the clock was set back.
-        found = [find_value(database, name, ttl_s) for name in names]
+        found = [find_value(database, name, len(owner), max_ttl_s=ttl_s) for name in names]
         free = [value in (None, owner) for value in found]
         for name in compress(names, free):
             put_value(database, name, owner, ttl_s)
@@ -230,39 +234,40 @@ class SqliteKeyValues:
         put_value(database, key, value, ttl_s)
 
     @transacts(READ_ACTION)
-    def get(self, database: Database, keys: Sequence[str]) -> Sequence[object]:
-        return [find_value(database, key) for key in keys]
+    def get(self, database: Database, keys: Sequence[str], max_bytes: int) -> Sequence[object]:
+        return [find_value(database, key, max_bytes) for key in keys]
 
     @transacts(WRITE_ACTION)
     def exchange(
-        self, database: Database, owner: str, report: bytes, ttl_s: float
+        self, database: Database, owner: str, report: bytes, ttl_s: float, max_bytes: int
     ) -> Sequence[object]:
         own = f"report:{owner}"
         put_value(database, own, report, ttl_s)
         now = time()
-        rows = database.execute(READ_REPORTS, (own, now, now + ttl_s))
+        rows = database.execute(READ_REPORTS, (max_bytes, own, now, now + ttl_s))
         return [value for (value,) in rows]
 
     @transacts(WRITE_ACTION, is_durable=True)
     def append_event(self, database: Database, raw: bytes, max_events: int) -> None:
         event_id = EventId(int(time() * 1000))
-        for time_ms, number, last in database.execute(READ_LAST_EVENT):
-            if last == raw:
+        for last in read_events(database, EventId(0), 1, len(raw)):
+            if last.raw == raw:
                 return
-            event_id = max(event_id, EventId(time_ms, number).next)
+            event_id = max(event_id, last.id.next)
         database.execute("REPLACE INTO events VALUES (?, ?, ?)", (*event_id, raw))
         database.execute(DELETE_OLD_EVENTS, (max_events,))
 
     @transacts(READ_ACTION)
-    def read_events(self, database: Database, start: EventId) -> Sequence[StoredEvent]:
-        rows = database.execute(READ_EVENTS, start)
-        return [StoredEvent(EventId(time_ms, number), raw) for time_ms, number, raw in rows]
+    def read_events(
+        self, database: Database, start: EventId, limit: int, max_bytes: int
+    ) -> Sequence[StoredEvent]:
+        return read_events(database, start, limit, max_bytes)
 
     @transacts(COUNT_ACTION)
     def count(
         self, database: Database, limits: Mapping[str, int], amount: int, ttl_s: float
     ) -> QuotaCount:
-        found = [find_value(database, key) for key in limits]
+        found = [find_value(database, key, MAX_DIGITS) for key in limits]
         used = [each if isinstance(each, int) and each > 0 else 0 for each in found]
         unreadable = sum(each not in (None, count) for each, count in zip(found, used, strict=True))
         counts = dict(zip(limits, used, strict=True))
@@ -284,6 +289,13 @@ class SqliteKeyValues:
         closing = asyncio.get_running_loop().run_in_executor(self._executor, self._disconnect)
         await asyncio.wait([closing], timeout=LOCK_TIMEOUT_S)  # the disk may hang
         self._executor.shutdown(wait=False)
+
+
+def read_events(
+    database: Database, start: EventId, limit: int, max_bytes: int
+) -> list[StoredEvent]:
+    rows = database.execute(READ_EVENTS, (max_bytes, *start, limit)).fetchall()
+    return [StoredEvent(EventId(time_ms, number), raw) for time_ms, number, raw in reversed(rows)]
 
 
 def decode_stored_text(raw: bytes) -> str:
@@ -325,10 +337,12 @@ def write_entry(database: Database, change: EntryChange) -> int:
     return revision
 
 
-def find_value(database: Database, key: str, max_ttl_s: float = MAX_TTL_S) -> object:
-    """Return a value; None for one that is missing or has expired."""
+def find_value(
+    database: Database, key: str, max_bytes: int, max_ttl_s: float = MAX_TTL_S
+) -> object:
+    """Return a value; None for one that is missing or has expired, -1 for one that is too large."""
     now = time()
-    row = database.execute(READ_VALUE, (key, now, now + max_ttl_s)).fetchone()
+    row = database.execute(READ_VALUE, (max_bytes, key, now, now + max_ttl_s)).fetchone()
     return None if row is None else row[0]
 
 

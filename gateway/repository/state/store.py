@@ -54,6 +54,7 @@ from gateway.repository.state.interface import (
     EntryChange,
     KeyValues,
 )
+from gateway.telemetry.audit import MAX_EVENT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ LEASE_S: Final = 5.0  # of leases, of reports, and of the operations of a proces
 QUOTA_TTL_S: Final = 40 * 24 * 3600  # longer than a month
 MAX_RESTORATIONS: Final = 3  # for one call
 LOST_REPEATEDLY: Final = "it was lost repeatedly"
+MAX_CLAIM_BYTES: Final = 200
 EVENTS: Final = "events"  # kinds of documents besides the tables
 OPERATIONS: Final = "operations"
 REPORTS: Final = "reports"
@@ -138,8 +140,11 @@ class StateStore:
     async def refresh(self) -> None:
         """Read all tables that have changed."""
         for _ in range(MAX_RESTORATIONS):
-            known = {name: each.change for name, each in self._tables.items()}
+            known = {
+                name: (each.change, each.table.max_bytes) for name, each in self._tables.items()
+            }
             reading = await self._place.read(known)
+            self.unreadable_counts.update(reading.damaged)
             if reading.revision >= self._revision:
                 self._revision = reading.revision
                 for name, (change, entries) in reading.tables.items():
@@ -180,7 +185,7 @@ class StateStore:
             )
 
     async def write(self, table: Table[T], keys: Keys, value: Any) -> T:
-        """Store a value, or delete it if None, whatever is stored, and return the table."""
+        """Store a value, or delete it if None, and return the table. It is not for desired models."""
         await self._write(table, keys, value)
         return self.get(table)
 
@@ -253,7 +258,7 @@ class StateStore:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
         if is_operation_id(operation_id):
             keys = [format_operation_key(operation_id)]
-            for raw in await self._place.get(keys):
+            for raw in await self._place.get(keys, MAX_DOCUMENT_BYTES):
                 if raw is not None:
                     with self._count_unreadable(OPERATIONS):
                         return decode_operation(operation_id, raw)
@@ -265,7 +270,7 @@ class StateStore:
 
     async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
         """Return the first events from an id on, or without one the last; in order."""
-        found = await self._place.read_events(start or EventId(0))
+        found = await self._place.read_events(start or EventId(0), MAX_EVENTS, MAX_EVENT_BYTES)
         events = list(filter(self._is_readable, found))
         return events[:limit] if start else events[-limit:]
 
@@ -301,7 +306,7 @@ class StateStore:
 
     async def is_present(self, owner: str) -> bool:
         """Return whether a process has shown that it is alive."""
-        (claim,) = await self._place.get([format_alive_name(owner)])
+        (claim,) = await self._place.get([format_alive_name(owner)], MAX_CLAIM_BYTES)
         return claim is not None
 
     async def release_lease(self, name: str) -> None:
@@ -313,7 +318,7 @@ class StateStore:
         """Publish this process's report, and return the last ones of the others, for five seconds each."""
         own = encode_stored_document(report, MAX_DOCUMENT_BYTES)
         reports: list[Document] = []
-        for raw in await self._place.exchange(self.owner, own, LEASE_S):
+        for raw in await self._place.exchange(self.owner, own, LEASE_S, MAX_DOCUMENT_BYTES):
             with self._count_unreadable(REPORTS):
                 document = decode_document(raw, MAX_DOCUMENT_BYTES)
                 check_form(document, {})

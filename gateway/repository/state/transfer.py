@@ -118,14 +118,12 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
     """Make the stored state equal to the exported one; what the exported one lacks is forgotten."""
     before = (await export_state(store)).list_entries()
     after = exported.list_entries()
-    raw_tables = map(create_raw_table, CAPABILITY_TABLES)
-    tables: dict[str, Table[Any]] = {table.name: table for table in (MODELS, CORDONS, *raw_tables)}
     changes: list[tuple[str, Any, Any]] = []
     try:
         for table, keys in dict.fromkeys((*before, *after)):
             documents = [each.get((table, keys)) for each in (before, after)]
             if documents[0] != documents[1]:
-                await store.write(tables[table], keys, documents[1])
+                await store_entry(store, table, keys, documents[1])
                 changes.append(describe_change(table, keys, documents))
     finally:
         if changes:
@@ -134,6 +132,16 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
             # The import itself has succeeded, or says why not.
             with suppress(StateUnavailable, TypeError, ValueError):
                 await store.append_event(event.encode())
+
+
+async def store_entry(store: StateStore, table: str, keys: Keys, document: Any) -> None:
+    if table == MODELS.name:
+        model = None if document is None else parse_desired_model(TableEntry(keys, document))
+        await store.set_desired_model(keys[0], model)
+    elif table == CORDONS.name:
+        await store.write(CORDONS, keys, document)
+    else:
+        await store.write(create_raw_table(table), keys, document)
 
 
 def describe_change(table: str, keys: Keys, documents: Sequence[Any]) -> tuple[str, Any, Any]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import GatewayError, MalformedRequest, StateUnavailable, TooLarge
+from gateway.errors import GatewayError, MalformedRequest, TooLarge
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import (
@@ -453,23 +453,43 @@ async def test_hostile_document_costs_its_own_reading_only(
 
 
 @pytest.mark.fault("somebody writes anything else into the state")
-async def test_key_of_another_kind_is_an_error_until_it_is_deleted(server: RedisServer) -> None:
+async def test_key_of_another_kind_is_replaced_by_the_last_known_state(server: RedisServer) -> None:
     url = server.url()
     with server.client() as client:
         prefix = url.partition("prefix=")[2]
         async with opened(url, 2) as (store, new):
             await store.set_desired_model("core", LOADED)
+            await store.write(LABELS, ("m", "stable"), {"version": "1"})
+            for name in ("state:models", "state:changes", "state:revision", "state:labels"):
+                for value in ("lpush", "set", "delete"):
+                    client.delete(f"{prefix}{name}")
+                    if value != "delete":
+                        getattr(client, value)(f"{prefix}{name}", "text")
+                    assert (await store.read(MODELS)).keys() == {"core"}
+                    assert store.get(LABELS).keys() == {"m"}
+            assert (await new.read(MODELS)).keys() == {"core"}
+            for name in ("lease:a", "reports", "events", f"operation:{ID}", "quota:d:ops"):
+                client.rpush(f"{prefix}{name}", "text")
+            assert await store.acquire_lease("a")
+            assert await store.exchange_reports({}) == []
+            assert list(await store.read_events(None, 5)) == []
+            await store.append_event(b"{}")
+            assert await store.read_operation(ID) is None
+            assert (await store.add("ops", {"d": 9}, 1)).used == (1,)
+            client.xadd(f"{prefix}events", {"event": "{}"}, f"{2**64 - 1}-1")
+            await store.append_event(b'{"number":1}')
+            assert [each.raw for each in await store.read_events(None, 5)] == [b'{"number":1}']
+            client.set(f"{prefix}lease:b", "somebody")  # it would never end
+            assert await store.acquire_lease("b")
+            # A gateway that knows nothing yet goes on without the table.
             client.delete(f"{prefix}state:models")
             client.set(f"{prefix}state:models", "text")
-            for call in (new.read(MODELS), new.set_desired_model("late", LOADED)):
-                with pytest.raises(StateUnavailable, match=r"rejected a command \(WRONGTYPE\)"):
-                    await call
-            assert store.get(MODELS).keys() == {"core"}
-            client.delete(*client.keys(f"{prefix}state:*"))
-            for each in (store, new):
-                assert (await each.read(MODELS)).keys() == {"core"}
-            client.set(f"{prefix}lease:a", "somebody")  # it would never end
-            assert await store.acquire_lease("a")
+            async with opened(url) as (last,):
+                assert await last.read(MODELS) == {}
+                assert last.unreadable_counts["models"]
+                assert await last.set_desired_model("late", LOADED, 0)
+                assert (await last.read(MODELS)).keys() == {"late"}
+            assert store.is_available
 
 
 @pytest.mark.fault("somebody writes anything else into the state")
