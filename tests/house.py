@@ -38,7 +38,7 @@ BUDGETS: Final = {
     TOP: Budget(1800),
     "client": Budget(1900),
     "commands": Budget(
-        2320,
+        2330,
         is_enforced=True,
         reason="2,100 is the aim; the signatures, which are the help, take a third",
     ),

@@ -152,9 +152,18 @@ def format_event_row(event: Document) -> Row:
 
 
 def format_value(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return "none" if value is None else orjson.dumps(value).decode()
+    """Return a value in one line, such as `versions 1 90, 2 10` for `{"versions": {"1": 90, "2": 10}}`."""
+    if isinstance(value, Mapping):
+        return ", ".join(format_field(name, each) for name, each in value.items())
+    if isinstance(value, list):
+        return " ".join(map(format_value, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def format_field(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    return f"{name} {format_value(value)}"
 
 
 def format_outcome(event: Document) -> str:

@@ -126,6 +126,8 @@ EVENTS_RESPONSES: Final = build_responses(
 
 def parse_start(since: str, after: str) -> EventId | None:
     """Return the id from which on events are read; None for empty texts. Raises `MalformedRequest`."""
+    if since and after:
+        raise MalformedRequest("since and after exclude each other; send one of them")
     if after:
         event_id = parse_event_id(after)
         if event_id is None:

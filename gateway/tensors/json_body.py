@@ -26,6 +26,10 @@ T = TypeVar("T")
 # Python's json.dumps writes these, and many parsers do not read them.
 UNQUOTED_NUMBER: Final = re.compile("-?(NaN|Infinity)")
 UNQUOTED_NUMBER_HINT: Final = '; write "NaN", "Infinity" and "-Infinity" in quotes'
+NOT_UTF8: Final = (
+    "the JSON is not valid UTF-8; name its charset in Content-Type, as in "
+    "application/json; charset=iso-8859-1"
+)
 V2_KEYS: Final = frozenset(("shape", "datatype", "data"))
 MAX_JSON_DEPTH = 64
 MAX_OUTPUT_NAMES = 1000
@@ -41,6 +45,8 @@ def parse_json_body(body: bytes) -> Any:
     except orjson.JSONDecodeError as exc:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
+        if "UTF-8" in str(exc):
+            raise MalformedRequest(NOT_UTF8) from None
         hint = UNQUOTED_NUMBER_HINT if UNQUOTED_NUMBER.match(exc.doc, exc.pos) else ""
         raise MalformedRequest(f"the body is not valid JSON: {exc}{hint}") from None
 

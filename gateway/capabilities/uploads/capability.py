@@ -43,8 +43,8 @@ def attach_uploads(settings: Settings) -> Attachment:
         if files is not None:
             if can_write and not services.repository.state.store.is_shared:
                 log.info(
-                    "uploads to %s assume that no other gateway changes it: gateways that share a repository "
-                    "must share their state, and GATEWAY_STATE is memory: or none:",
+                    "no other gateway may upload to %s: gateways that share a repository must share their "
+                    "state, and this one's state is its own (GATEWAY_STATE)",
                     upload_settings.repository,
                 )
             publisher = ModelPublisher(files, services.repository)

@@ -112,6 +112,7 @@ def test_events_are_read_in_pieces_from_a_time_or_cursor_on(
     assert list_events(one, since="2100-01-01T00:00:00+00:00") == []
     for query, words in (
         ("since=yesterday", "since 'yesterday' is not a time, such as 2026-01-31T14:03:00Z"),
+        ("since=2026-01-31T14:03:00Z&after=1-1", "since and after exclude each other"),
         ("after=yesterday", "after 'yesterday' is not the \"next\" of an earlier answer"),
         ("limit=0", "invalid query parameter 'limit'"),
         ("limit=1001", "invalid query parameter 'limit'"),

@@ -131,6 +131,13 @@ def test_json_of_other_apis_is_read_in_its_charset(zoo: Zoo) -> None:
 def test_body_that_nothing_explains_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
     for model, content_type, body, error, words in (
         ("nhwc_free", "text/plain", picture(PIXELS), MALFORMED, "not valid utf-8"),
+        (
+            "single_BYTES",
+            JSON,
+            b'{"inputs": "caf\xe9"}',
+            MALFORMED,
+            "name its charset in Content-Type",
+        ),
         ("vector_FP32", None, b"hello", UNSUPPORTED, "Content-Type is missing; send one of"),
         ("plain_FP32", None, b"", UNSUPPORTED, "Content-Type is missing"),
         ("single_BYTES", None, b"", UNSUPPORTED, "Content-Type is missing"),

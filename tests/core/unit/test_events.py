@@ -13,7 +13,7 @@ import pytest
 
 from gateway.access.keys import KEY_FIELDS, describe_caller
 from gateway.callers import Caller, Priority
-from gateway.commands.resources import format_outcome
+from gateway.commands.resources import format_outcome, format_value
 from gateway.config.files import FileChange, WatchedFile, find_differences
 from gateway.errors import MalformedRequest
 from gateway.repository.events import EventLog
@@ -115,6 +115,22 @@ def test_event_has_a_limited_size_and_the_failures_first() -> None:
     long_entry = {"models": [f"model {number}" for number in range(5000)]}
     (others,) = list_changes([("key a", None, long_entry)])
     assert others["subject"] == "1 other"
+
+
+VALUES: list[tuple[Any, str]] = [
+    (None, "none"),
+    ("warning", "warning"),
+    ({"loaded": True}, "loaded"),
+    ({"loaded": False}, "not loaded"),
+    ([], "none"),
+    ([1, 2], "1 2"),
+    ({"roles": ["infer", "admin"]}, "roles infer admin"),
+    ({"versions": {"1": 90, "2": 10}}, "versions 1 90, 2 10"),
+]
+
+
+def test_value_of_a_change_is_shown_in_words() -> None:
+    assert [format_value(value) for value, _ in VALUES] == [words for _, words in VALUES]
 
 
 STARTS = {
