@@ -361,7 +361,7 @@ COMMANDS: list[tuple[str, tuple[str, ...], int, str]] = [
     (ADMIN, ("replicas", "--json", "cordon", "a"), 2, "write --json after cordon"),
     (ADMIN, ("models",), 0, rf"(?m)^{TEXTS} +ready +1 +1 ready$"),
     (ADMIN, ("models", "--ready", "--filter", TEXTS[1:].upper()), 0, rf"^MODEL.*\n{TEXTS} .*\n$"),
-    (ADMIN, ("replicas",), 0, rf"STATE +IN FLIGHT +.*\n{ADDRESS} +ready +0 .* {len(ALL)} ready\n$"),
+    (ADMIN, ("replicas",), 0, rf"STATE +IN FLIGHT +.*\n{ADDRESS} +ready +\d+ .* {len(ALL)} ready\n$"),
     (ADMIN, ("ready",), 0, "^ready\n$"),
     (ADMIN, ("ready", "--json"), 0, '"ready": true'),
     (ADMIN, ("infer", TEXTS, "what is this?", "--format", "text"), 0, r"text:1\n  \S+  what is this\?\n"),
