@@ -87,7 +87,7 @@ chaos: $(VENV)/.dev ## Kill, pause and change a fleet at random, and check every
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 # In namespaces of its own, which it removes; ARGS="--without CoreDNS,node" leaves out what concerns others, too.
-# tests/cluster/kind.sh creates a cluster for it; docs/contribute/cluster-tests.md lists what it does.
+# tests/cluster/kind.sh creates a cluster for it; docs/contribute/verification.md lists what it does.
 test-cluster: $(VENV)/.dev ## Install on the current cluster, which CLUSTER_CONTEXT names, and disturb it under load
 	@$(BIN)/python -m tests.cluster --context "$(CLUSTER_CONTEXT)" --images "$(IMAGES)" $(ARGS)
 
@@ -155,7 +155,7 @@ $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready:
 	@$(INSTALL) "an environment of clients" $(@D) $<
 	@touch $@
 
-# Another release of Triton: docs/operate/troubleshooting.md says what is asked there.
+# Another release of Triton: docs/operate/lifecycle.md says when to run it.
 test-triton: $(VENV)/.dev ## Ask a Triton the behaviours that the gateway relies on; TRITON=http://triton:8000
 	@TRITON="$(TRITON)" $(BIN)/python -m pytest -n 0 -v tests/core/integration/test_conformance.py $(ARGS)
 

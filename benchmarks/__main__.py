@@ -309,7 +309,7 @@ def main(seconds: int = 3, count: int = 5, only: str = "", quick: bool = False) 
     """Measure, print the tables and compare the measures with their limits; exit with 1 if one fails.
 
     A run of all suites also writes benchmarks/results.md, benchmarks/results.json, and
-    docs/operate/performance.md with its images. --quick measures for a shorter time, only what is judged or
+    benchmarks/performance.md with its images. --quick measures for a shorter time, only what is judged or
     shown there, and leaves results.md. --only takes the names of suites, separated by commas, and writes
     nothing.
     """

@@ -1,4 +1,4 @@
-"""docs/operate/performance.md and its charts, from benchmarks/results.json: python -m benchmarks.page."""
+"""benchmarks/performance.md and its charts, from benchmarks/results.json: python -m benchmarks.page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.workloads import EVENTS, FORM_TITLE, JPEG_TITLE, NPY_TITLE, STRE
 from tests.support.servers import ROOT
 
 DOCS: Final = ROOT / "docs"
-PAGE: Final = "operate/performance.md"
+PAGE: Final = ROOT / "benchmarks" / "performance.md"
 PASS_THROUGH: Final = "1 KB binary infer, 16 connections, one worker each"
 ONE_CONNECTION: Final = "1 KB binary infer, 1 connection, one worker each"
 INSTANT: Final = "1 KB of JSON to a server that answers at once, 16 connections"
@@ -212,10 +212,10 @@ def draw_charts(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
     yield "events", draw("CPU time of an event of a stream", events)
 
 
-def write_page(measured: MeasuredRun, docs: Path = DOCS) -> None:
+def write_page(measured: MeasuredRun) -> None:
     for name, svg in draw_charts(measured):
-        (docs / "charts" / f"{name}.svg").write_text(svg)
-    (docs / PAGE).write_text(format_page(measured))
+        (DOCS / "charts" / f"{name}.svg").write_text(svg)
+    PAGE.write_text(format_page(measured))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ LINTER_EXCEPTION: Final = re.compile(r"# (noqa|type: ignore)")
 EXPLAINED_EXCEPTION: Final = re.compile(r"# noqa: [A-Z]+\d+ - \w|# type: ignore\[[\w-]+\]  # \w")
 # Python and Triton look for the first two; the others are the client's names of things in the server.
 COMMON_NAMES: Final = {"main", "TritonPythonModel", "GatewayError", "InferResult"}
-FAULTS: Final = ROOT / "docs/operate/faults.md"
+FAULTS: Final = ROOT / "docs/contribute/verification.md"
 
 
 def list_messages(tree: ast.Module) -> Iterator[str]:
@@ -96,7 +96,8 @@ def list_fault_marks(file: Path) -> Iterator[str]:
 
 
 def remark_faults() -> Iterator[str]:
-    rows = set(re.findall(r"^\| (.+?) \| .+? \|$", FAULTS.read_text(), re.MULTILINE)) - {"fault"}
+    section = FAULTS.read_text().partition("\n## Faults\n")[2]
+    rows = set(re.findall(r"^\| (.+?) \| .+? \|$", section, re.MULTILINE)) - {"fault"}
     files = (ROOT / "tests").rglob("test_*.py")
     marks = {mark for file in files for mark in list_fault_marks(file)}
     for mark in sorted(marks):

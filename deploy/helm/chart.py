@@ -41,8 +41,8 @@ kubectl -n triton-gateway rollout status deployment/triton-gateway   # until the
 helm test triton-gateway -n triton-gateway
 ```
 
-[Deploying](../../../docs/operate/deploy.md#kubernetes) describes the images, the Secrets, probes, sizing \
-and upgrades. Complete files: {examples}.
+[Kubernetes](../../../docs/operate/kubernetes.md#helm) describes the Secrets, \
+[lifecycle](../../../docs/operate/lifecycle.md) probes, sizing and upgrades. Complete files: {examples}.
 
 | value | default | description |
 |---|---|---|

@@ -29,7 +29,7 @@ API_HEAD = """\
 Every path of the gateway itself, generated from [openapi.json](../openapi.json), which a running gateway \
 serves as `/openapi.json` and shows at `/docs`. Each model has an OpenAPI document of its own: \
 `/v1/models/{model}/openapi.json`. What Triton answers below `/v2` is described under \
-[pass-through](../use/pass-through.md), and all errors under [errors](errors.md).
+[pass-through](../use/clients.md#pass-through-v2), and all errors under [errors](errors.md).
 """
 
 

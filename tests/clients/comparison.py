@@ -56,7 +56,7 @@ CLIENTS: Final = (
 
 @dataclass(frozen=True)
 class AllowedDifference:
-    """A row of docs/use/pass-through.md. `…` is any text, and TEXT the same text in both outcomes.
+    """A row of docs/use/clients.md. `…` is any text, and TEXT the same text in both outcomes.
 
     An outcome may begin with any of the statuses of its cell; some versions of a client report none.
     """
@@ -87,7 +87,7 @@ def to_pattern_of_text(text: str) -> str:
 
 
 def read_allowed_differences() -> list[AllowedDifference]:
-    text = (ROOT / "docs/use/pass-through.md").read_text()
+    text = (ROOT / "docs/use/clients.md").read_text()
     section = text.partition("\n## Differences that are left\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.*?)` \| `(.*?)` \| (.*) \|$", section, re.MULTILINE)
     return [AllowedDifference(*row) for row in rows]

@@ -42,8 +42,8 @@ SECRETS: Final = (KEYS_SECRET, STATE_SECRET)
 
 
 def read_small_patches() -> dict[str, Any]:
-    """Return the patches of deploy.md for small nodes."""
-    page = (ROOT / "docs" / "operate" / "deploy.md").read_text()
+    """Return the patches of kubernetes.md for small nodes."""
+    page = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     (patches,) = (block for block in blocks if "/requests/" in block)
     document: dict[str, Any] = yaml.safe_load(patches)
@@ -196,7 +196,7 @@ def build_secret(name: str, texts: Mapping[str, str]) -> Resource:
 
 
 def list_secrets() -> list[Resource]:
-    """Return the Secrets that deploy.md creates before the objects."""
+    """Return the Secrets that kubernetes.md creates before the objects."""
     state = build_secret(STATE_SECRET, {"password": STATE_PASSWORD})
     return [build_keys_secret(format_keys()), build_secret(METRICS_SECRET, {"key": ADMIN}), state]
 

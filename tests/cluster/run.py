@@ -51,7 +51,7 @@ from tests.cluster.walk import PREPARATION, Walk, read_journeys
 from tests.support.servers import ROOT, free_ports
 
 ZERO: Final = "zero"
-WALK: Final = "deploy.md"
+WALK: Final = "kubernetes.md"
 STEADY_S: Final = 5.0  # of load before the first event
 Say = Callable[[str], None]
 
@@ -256,7 +256,7 @@ def run_zero(run: Run, report: Report) -> None:
 
 
 def run_walk(run: Run, report: Report, journey: str, commands: Sequence[str]) -> None:
-    """Run the commands of docs/operate/deploy.md, each in a row."""
+    """Run the commands of docs/operate/kubernetes.md, each in a row."""
     with open_walk(run, journey) as walk:
         for command in commands:
             if command.startswith(PREPARATION):

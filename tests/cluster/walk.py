@@ -1,4 +1,4 @@
-"""A new user's path through docs/operate/deploy.md: its commands in their order, as the page has them."""
+"""A new user's path through docs/operate/kubernetes.md: its commands in their order, as the page has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 from tests.cluster.kubectl import ClusterError, run_command
 from tests.support.servers import ROOT
 
-DEPLOY: Final = ROOT / "docs" / "operate" / "deploy.md"
+DEPLOY: Final = ROOT / "docs" / "operate" / "kubernetes.md"
 TIMEOUT_S: Final = 660.0  # the page waits for ten minutes
 # They build and move images, and install the command: all of that is there.
 PREPARATION: Final = ("docker ", "kind ", "pip ")
@@ -34,7 +34,7 @@ def read_journeys() -> dict[str, list[str]]:
     Raises `ValueError` if the page has more or fewer blocks of commands than are known here.
     """
     sections = read_sections(DEPLOY.read_text())
-    dev, prod, ask, wait = read_blocks(sections["Kubernetes"])
+    dev, prod, ask, wait = read_blocks(sections["Install"])
     (chart,) = read_blocks(sections["Helm"])
     (end,) = read_blocks(sections["Uninstall"])
     end_of_dev, *end_of_chart = re.findall(r"`((?:kubectl|helm) [^`]+)`", sections["Uninstall"])

@@ -1,4 +1,4 @@
-"""The capability of docs/contribute/capabilities.md works as it is written there, and is short."""
+"""The capability of gateway/capabilities/README.md works as it is written there, and is short."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "top_label"
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package with the capability."""
     folder = tmp_path_factory.mktemp("copy")
-    text = (ROOT / "docs/contribute/capabilities.md").read_text()
+    text = (ROOT / "gateway/capabilities/README.md").read_text()
     capability, routes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     package = folder / "gateway"
     shutil.copytree(ROOT / "gateway", package, ignore=shutil.ignore_patterns("__pycache__"))

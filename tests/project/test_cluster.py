@@ -244,7 +244,7 @@ def test_chart_takes_the_values_of_a_small_cluster() -> None:
 
 
 def test_page_names_every_event() -> None:
-    page = (ROOT / "docs/contribute/cluster-tests.md").read_text()
+    page = (ROOT / "docs/contribute/verification.md").read_text()
     assert not [each.name for each in (*OVERLAY_EVENTS, *CHART_EVENTS) if each.name not in page]
 
 

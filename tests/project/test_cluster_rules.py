@@ -24,7 +24,7 @@ from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, make_small_nodes,
 from tests.support.servers import ROOT
 
 GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
-DEPLOY = (ROOT / "docs" / "operate" / "deploy.md").read_text()
+DEPLOY = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
 
 
 # kubectl diff

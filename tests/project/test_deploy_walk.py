@@ -1,4 +1,4 @@
-"""The commands of docs/operate/deploy.md, without a cluster. `make test-cluster` runs the same on one.
+"""The commands of docs/operate/kubernetes.md, without a cluster. `make test-cluster` runs the same on one.
 
 Programs in place of kubectl and helm render what a cluster would get. For the other commands they call the
 real ones with an address where nothing listens: these check the arguments first.

@@ -26,7 +26,7 @@ from tests.support.documents import (
     ON_DEMAND,
     OWN_SERVER,
     READMES,
-    SECURITY,
+    TOKENS,
     assert_prints,
     assert_prints_its_comment,
     examples,
@@ -37,7 +37,7 @@ from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, TOKENS)
 # Metrics of tokens, of keys and of samples, which this gateway has not.
 ELSEWHERE = r"gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
 README = ROOT / "README.md"
@@ -77,7 +77,11 @@ def test_programs_in_tabs_print_their_comments(
 def test_programs_of_the_python_client_print_their_comments(
     demo: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    found = [*python_programs(DOCS / "use/python.md"), *python_programs(README)]
+    found = [
+        program
+        for path in (DOCS / "use/python.md", DOCS / "start/migrate.md", README)
+        for program in python_programs(path)
+    ]
     assert len(found) >= 8
     for number, program in enumerate(found):
         with subtests.test(number=number):

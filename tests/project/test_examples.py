@@ -139,7 +139,7 @@ def test_commands_and_program_for_language_models_print_what_the_document_says(
 
 
 def test_every_model_has_a_readme_a_row_in_the_overview_and_a_valid_config() -> None:
-    overview = (ROOT / "docs/use/examples.md").read_text()
+    overview = (ROOT / "docs/serve/bring-your-model.md").read_text()
     assert sorted(re.findall(r"^\| \[(\w+)\]\(", overview, re.MULTILINE)) == MODELS
     assert [readme.parent.name for readme in READMES] == MODELS
     names = []

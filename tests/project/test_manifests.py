@@ -726,7 +726,7 @@ def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_a
 
 
 def test_documented_command_uninstalls_all_but_the_namespace() -> None:
-    deploying = (ROOT / "docs/operate/deploy.md").read_text()
+    deploying = (ROOT / "docs/operate/kubernetes.md").read_text()
     (label,) = re.findall(
         r"^kubectl delete -k k8s/overlays/prod -l '!(\S+)'$", deploying, re.MULTILINE
     )
@@ -740,7 +740,7 @@ def test_documented_command_uninstalls_all_but_the_namespace() -> None:
 
 
 def test_documented_patch_lowers_what_triton_requests(tmp_path: Path) -> None:
-    deploying = (ROOT / "docs/operate/deploy.md").read_text()
+    deploying = (ROOT / "docs/operate/kubernetes.md").read_text()
     found = re.findall(r"^```yaml\n(patches:\n.*?)^```", deploying, re.MULTILINE | re.DOTALL)
     (patches,) = (each for each in found if "/requests/" in each)
     base = os.path.relpath(K8S, tmp_path.resolve())

@@ -39,8 +39,7 @@ LANGUAGE_MODELS = DOCS / "serve/llm.md"
 # Its recipes upload models: test_cookbook.py runs them.
 COOKBOOK = DOCS / "use/cookbook.md"
 # Its recipes need an issuer of tokens and certificates: tests/capabilities/identity runs them.
-SECURITY = DOCS / "operate/security.md"
-# Its examples need keys, and tests/capabilities/identity runs them.
+TOKENS = DOCS / "operate/tokens.md"
 COMPLETIONS = "/v1/chat/completions"
 
 

@@ -1,4 +1,4 @@
-"""The rules of kube-score and Polaris, for rendered manifests; docs/operate/deploy.md names the exceptions.
+"""The rules of kube-score and Polaris, for manifests; docs/operate/kubernetes.md names the exceptions.
 
 A rule has the name that the tool gives it, with that of kube-score first where both have it.
 """
@@ -15,7 +15,7 @@ from tests.support.kubernetes_schemas import CUSTOM
 from tests.support.manifests import Manifests, Resource, containers
 from tests.support.servers import ROOT
 
-DOCUMENT: Final = ROOT / "docs" / "operate" / "deploy.md"
+DOCUMENT: Final = ROOT / "docs" / "operate" / "kubernetes.md"
 SECRET_NAME: Final = re.compile(r"PASSWORD|SECRET|TOKEN|API_?KEY|CREDENTIAL", re.IGNORECASE)
 LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 HOSTNAME: Final = "kubernetes.io/hostname"

@@ -1,4 +1,4 @@
-"""The recipes of docs/operate/security.md: their settings, their rules, and what their commands print."""
+"""The recipes of docs/operate/tokens.md: their settings, their rules, and what their commands print."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import trustme
 
 from tests.capabilities.identity.support.issuer import Issuer, serving_issuer
 from tests.support.certificates import server_context, write_pair
-from tests.support.documents import SECURITY, examples, matches
+from tests.support.documents import TOKENS, examples, matches
 from tests.support.fake_triton import fake_triton
 from tests.support.servers import Command, free_ports
 
-TOKENS = "### Tokens of an OpenID provider"
+OIDC = "## Tokens of an OpenID provider"
 KEYCLOAK = "**Recipe: Keycloak.**"
 KUBERNETES = "**Recipe: Kubernetes service accounts.**"
-CERTIFICATES = "### Client certificates"
+CERTIFICATES = "## Client certificates"
 OWN_AUTHORITY = "**Recipe: an authority of your own.**"
 POD = "/var/run/secrets"
 
@@ -37,7 +37,7 @@ class Recipe:
 
 def read_recipe(folder: Path, start: str, end: str, **places: str) -> Recipe:
     """Return what the section from `start` to `end` says, with other places."""
-    text = SECURITY.read_text().partition(start)[2].partition(end)[0]
+    text = TOKENS.read_text().partition(start)[2].partition(end)[0]
     for name, place in places.items():
         text = text.replace(PLACES[name], place)
     document = folder / "recipe.md"
@@ -93,7 +93,7 @@ def assert_prints(folder: Path, port: int, commands: Sequence[tuple[str, str]]) 
 
 def test_recipe_for_keycloak(tmp_path: Path) -> None:
     with serving_issuer() as issuer:
-        recipe = read_recipe(tmp_path, TOKENS, KUBERNETES, keycloak=issuer.url)
+        recipe = read_recipe(tmp_path, OIDC, KUBERNETES, keycloak=issuer.url)
         assert len(recipe.commands) == 5
         with served(tmp_path, recipe) as port:
             assert_prints(tmp_path, port, recipe.commands)
@@ -137,7 +137,7 @@ def test_recipe_for_client_certificates(tmp_path: Path) -> None:
     authority = trustme.CA()
     write_pair(authority, tmp_path, "localhost")
     authority.cert_pem.write_to_path(tmp_path / "server-ca.pem")
-    recipe = read_recipe(tmp_path, CERTIFICATES, "## Uploads")
+    recipe = read_recipe(tmp_path, CERTIFICATES, "\n## ")
     preparation = [(command, answer) for command, answer in recipe.commands if not answer]
     assert len(preparation) == 3
     assert_prints(tmp_path, 0, preparation)

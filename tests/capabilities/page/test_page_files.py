@@ -173,7 +173,7 @@ def test_page_can_be_switched_off() -> None:
 
 
 def test_vendored_files_are_as_published() -> None:
-    documented = (ROOT / "docs/contribute/dependencies.md").read_text()
+    documented = (ROOT / "requirements/README.md").read_text()
     assert len(VENDORED) == 6
     for path in VENDORED:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path

@@ -213,7 +213,7 @@ def test_help_lists_the_flags_for_triton(command: str) -> None:
 
 def test_documented_flags_are_those_of_the_command() -> None:
     rows = re.findall(
-        r"^\| `(--.*?)` \|", (ROOT / "docs/serve/embedded.md").read_text(), re.MULTILINE
+        r"^\| `(--.*?)` \|", (ROOT / "docs/operate/deploy.md").read_text(), re.MULTILINE
     )
     documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
     up = typer.main.get_command(root_cli).commands["up"]  # type: ignore[attr-defined]

@@ -139,7 +139,12 @@ def test_version_in_every_file_is_that_of_the_package() -> None:
         if path.suffix in {".md", ".yaml", ".yml"}
         for tag in tags.findall(path.read_text())
     }
-    assert {name for name, _ in found} >= {"deploy.md", "compose.yaml", "Chart.yaml"}
+    assert {name for name, _ in found} >= {
+        "deploy.md",
+        "kubernetes.md",
+        "compose.yaml",
+        "Chart.yaml",
+    }
     assert {tag for _, tag in found} == {__version__}
 
 
