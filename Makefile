@@ -156,7 +156,7 @@ $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready:
 	@touch $@
 
 # Another release of Triton: docs/operate/lifecycle.md says when to run it.
-test-triton: $(VENV)/.dev ## Ask a Triton the behaviours that the gateway relies on; TRITON=http://triton:8000
+test-triton: $(VENV)/.dev ## Check how a running Triton behaves; TRITON=http://triton:8000
 	@TRITON="$(TRITON)" $(BIN)/python -m pytest -n 0 -v tests/core/integration/test_conformance.py $(ARGS)
 
 test-clients: $(VENV)/.dev clients ## Compare what clients get from a real Triton and from the gateway
