@@ -13,7 +13,7 @@ from gateway.callers import CallerLimits
 from gateway.repository.models_file import parse_models_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
-from tests.support.manifests import Manifests, Resource, containers
+from tests.support.manifests import Manifests, Resource
 
 ENABLED: Values = {"enabled": True}
 REMOTE = {
@@ -93,7 +93,7 @@ def test_requested_gpus_are_those_of_the_values(resource: str) -> None:
         assert extended == ({resource: "2"} if resource else {})
 
 
-def test_tritons_are_placed_on_the_nodes_of_the_values_and_pods_are_spread() -> None:
+def test_tritons_are_placed_on_the_nodes_of_the_values() -> None:
     placement: Values = {
         "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
@@ -102,47 +102,6 @@ def test_tritons_are_placed_on_the_nodes_of_the_values_and_pods_are_spread() -> 
     }
     pod = render_triton(**placement).pod("triton")
     assert {name: pod[name] for name in placement} == placement
-    made = render_chart()
-    spread = {
-        name: [each["topologyKey"] for each in made.pod(name)["topologySpreadConstraints"]]
-        for name in ("triton", "triton-gateway")
-    }
-    host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
-    assert spread == {"triton": [host], "triton-gateway": [host]}
-    for name in spread:
-        affinity = made.pod(name)["affinity"]["podAntiAffinity"]
-        terms = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
-        weights = {term["podAffinityTerm"]["topologyKey"]: term["weight"] for term in terms}
-        assert weights[host] > weights[zone]
-
-
-def test_labels_addresses_and_namespaces_of_other_programs_are_values() -> None:
-    labels = {"release": "prom", "team": "ml"}
-    monitoring = {**ENABLED, "labels": labels, "keySecretName": "", "namespace": "observability"}
-    address = "http://prometheus.observability.svc:9090"
-    keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address}
-    made = render_chart(
-        {
-            "monitoring": monitoring,
-            "keda": keda,
-            "redis": ENABLED,
-            "networkPolicy": {"dnsPorts": [53, 5353]},  # those of OpenShift
-        },
-        namespace="vision",
-    )
-    for resource in made.kind("PodMonitor", "PrometheusRule"):
-        assert labels.items() <= resource["metadata"]["labels"].items()
-    (monitor,) = made.kind("PodMonitor")
-    assert "authorization" not in monitor["spec"]["podMetricsEndpoints"][0]
-    (scaling,) = made.kind("ScaledObject")
-    metadata = [each["metadata"] for each in scaling["spec"]["triggers"]]
-    assert {each["serverAddress"] for each in metadata} == {address}
-    assert all('namespace="vision"' in each["query"] for each in metadata)
-    egress = made.get("NetworkPolicy", "triton-gateway")["spec"]["egress"]
-    anywhere = {port["port"] for rule in egress if "to" not in rule for port in rule["ports"]}
-    assert anywhere == {53, 5353}
-    ingress = made.get("NetworkPolicy", "triton")["spec"]["ingress"]
-    assert "observability" in str(ingress)
 
 
 def test_existing_tritons_are_reached_through_the_policy() -> None:
@@ -155,19 +114,6 @@ def test_existing_tritons_are_reached_through_the_policy() -> None:
     (rule,) = (each for each in rules if "to" in each)
     assert rule["to"] == values["triton"]["peers"]
     assert {port["port"] for port in rule["ports"]} == {8000, 8001, 8002}
-
-
-def test_three_nodes_of_the_example_have_one_triton_each() -> None:
-    (example,) = (path for path in EXAMPLES if path.stem == "three-gpu-nodes")
-    made = render_chart(None, "-f", example)
-    deployment = made.get("Deployment", "triton")
-    assert deployment["spec"]["replicas"] == 3
-    # With every GPU in use, a new pod can only start after an old one has stopped.
-    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
-    affinity = made.pod("triton")["affinity"]["podAntiAffinity"]
-    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert term["topologyKey"] == "kubernetes.io/hostname"
-    assert made.selected(term["labelSelector"]["matchLabels"]) == [deployment]
 
 
 def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) -> None:
@@ -206,17 +152,6 @@ def test_size_of_the_ingress_follows_the_setting() -> None:
     assert size({}, {"nginx.ingress.kubernetes.io/proxy-body-size": "1g"}) == "1g"
 
 
-def test_another_ingress_controller_gets_its_own_paths() -> None:
-    paths = [{"path": "/v1/models", "pathType": "Prefix"}]
-    values = {**ENABLED, "className": "traefik", "paths": paths}
-    (made,) = render_chart({"ingress": values}).kind("Ingress")
-    (rule,) = made["spec"]["rules"]
-    assert [(each["path"], each["pathType"]) for each in rule["http"]["paths"]] == [
-        ("/v1/models", "Prefix")
-    ]
-    assert "nginx.ingress.kubernetes.io/use-regex" not in made["metadata"]["annotations"]
-
-
 def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
     repository = {"type": "pvc", "claimName": "models", "subPath": "prod", "uploads": "code"}
     made = render_chart({"triton": {"repository": repository}, "redis": ENABLED})
@@ -230,14 +165,6 @@ def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
     assert (mount["subPath"], mount.get("readOnly")) == ("prod", None)
     (volume,) = (each for each in gateway["volumes"] if each["name"] == mount["name"])
     assert volume["persistentVolumeClaim"] == {"claimName": "models"}
-
-
-def test_claim_of_one_node_is_for_one_triton_that_stops_before_the_next() -> None:
-    made = render_triton(
-        repository={"type": "pvc", "claimName": "models", "accessMode": "ReadWriteOnce"},
-        rollingUpdate={"maxUnavailable": 1, "maxSurge": 0},
-    )
-    assert made.get("Deployment", "triton")["spec"]["replicas"] == 1
 
 
 def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
@@ -295,16 +222,3 @@ def test_sidecars_volumes_labels_and_classes_are_added_to_the_pods() -> None:
         assert template["metadata"]["labels"]["cost-center"] == "42"
         account = made.get("ServiceAccount", name)
         assert account["metadata"]["annotations"] == {"role": "x"}
-
-
-def test_every_image_can_be_given_by_its_digest() -> None:
-    digest = "sha256:" + "0" * 64
-    image = {"repository": "r.example.com/x", "digest": digest}
-    redis = {**ENABLED, "image": f"docker.io/library/redis@{digest}"}
-    made = render_chart({"gateway": {"image": image}, "triton": {"image": image}, "redis": redis})
-    images = {
-        container["image"]
-        for workload in made.workloads
-        for container in containers(workload["spec"]["template"]["spec"])
-    }
-    assert images == {f"r.example.com/x@{digest}", f"docker.io/library/redis@{digest}"}
