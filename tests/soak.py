@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.project.support.attacks import ATTACKS, MODELS, HttpRequest
+from tests.attacks.table import ATTACKS, MODELS, HttpRequest
 from tests.support.corpus import Request, valid_requests
 from tests.support.fake_triton import port_of
 from tests.support.fuzzing import mutations

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,10 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from tests.support.container_engine import Container, Engine, engine
-from tests.support.manifests import Manifests, Resource, quantity
+from tests.support.manifests import Manifests, quantity
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
 
@@ -23,15 +20,9 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 
 TRITON_PORTS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
 SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
-LIMIT_BYTES = 280_000_000
 IN_MEMORY = ("--env=GATEWAY_STATE=memory:",)  # instead of a volume
 # Programs for a container that has only Python.
 PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
-HASHES = """import hashlib, pathlib
-for root in ("/opt", "/usr/local"):
-    for path in sorted(pathlib.Path(root).rglob("*")):
-        if path.is_file():
-            print(path, hashlib.sha256(path.read_bytes()).hexdigest())"""
 LOADED = """import ctypes, pathlib
 print(len([ctypes.CDLL(str(library)) for library in pathlib.Path("/usr/local").rglob("*.so*")]))"""
 
@@ -163,50 +154,6 @@ def test_gateway_image_that_is_stopped_under_load_loses_no_request(
     assert set(statuses) == {200}
 
 
-def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Resource]:
-    """Reduce the manifests to what podman 4 supports: no probes, no Service, no emptyDir for other users."""
-    folder.chmod(0o1777)
-    settings = made.get("ConfigMap", "triton-gateway-settings")
-    settings["data"]["GATEWAY_TRITON_URLS"] = "dns+http://localhost:8000"
-    deployments = made.kind("Deployment")
-    for deployment in deployments:
-        pod = deployment["spec"]["template"]["spec"]
-        for volume in pod["volumes"]:
-            if volume.pop("emptyDir", None):
-                path = "/dev/shm" if volume["name"] == "shm" else str(folder)
-                volume["hostPath"] = {"path": path, "type": "Directory"}
-        for container in pod["containers"]:
-            container["image"] = images[container["image"]]
-            for key in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"):
-                container.pop(key, None)
-    return [*made.kind("ConfigMap"), *deployments]
-
-
-def test_pods_of_the_dev_overlay_serve(
-    containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
-) -> None:
-    for port in (8000, 8001, 8002, 8080):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                pytest.skip(f"port {port}, which the manifests name, is taken on this machine")
-    images = {
-        "triton-gateway:0.2.0": gateway_image,
-        "triton-gateway-embedded:0.2.0": embedded_image,
-    }
-    resources = for_podman(Manifests.of("dev"), images, tmp_path)
-    (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(resources))
-    with containers.pods(tmp_path / "pods.yaml"):
-        container = Container(containers, "triton-gateway-pod-0-gateway")
-        wait_for("http://127.0.0.1:8080/readyz", container)
-        with httpx.Client(base_url="http://127.0.0.1:8080", timeout=60) as client:
-            assert_serves(client)
-        assert (
-            container.look("{{.HostConfig.ReadonlyRootfs}} {{.Config.User}}") == "true 10001:10001"
-        )
-        status = container.says("python3", "-c", "print(open('/proc/1/status').read())")
-        assert "CapEff:\t0000000000000000" in status
-
-
 def test_health_check_of_the_image_succeeds_while_it_serves(
     containers: Engine, gateway_image: str
 ) -> None:
@@ -234,27 +181,3 @@ def test_gateway_image_has_no_program_but_its_command_and_python(
         for installer in ("pip", "ensurepip"):
             assert not container.inside("python3", "-c", f"import {installer}")
         assert int(container.says("python3", "-c", LOADED)) > 50
-
-
-def test_gateway_image_is_smaller_than_its_limit(containers: Engine, gateway_image: str) -> None:
-    """Unpacked and with its base, as `docker images` counts; and as registries do, compressed."""
-    unpacked = int(containers.run("podman", "inspect", "--format={{.Size}}", gateway_image))
-    save = ["podman", "save", "--quiet", gateway_image]
-    with subprocess.Popen(save, env=containers.env, stdout=subprocess.PIPE) as saving:
-        packed = subprocess.run(["gzip"], stdin=saving.stdout, capture_output=True, check=True)
-    assert saving.returncode == 0
-    compressed = len(packed.stdout)
-    assert compressed < unpacked < LIMIT_BYTES, f"{unpacked} bytes, compressed {compressed}"
-
-
-@pytest.mark.parametrize("target", ["gateway", "embedded"])
-def test_two_builds_have_the_same_files(containers: Engine, target: str) -> None:
-    """The second one takes nothing from the layers of the first."""
-    images = (containers.build(target), containers.build(target, "--no-cache", tag="again"))
-    found = [
-        containers.run("podman", "run", "--rm", "--entrypoint=python3", image, "-c", HASHES)
-        for image in images
-    ]
-    first, second = (set(lines.splitlines()) for lines in found)
-    assert len(first) > 1000
-    assert first == second

@@ -67,7 +67,7 @@ DESCRIPTION = f"{CAPABILITIES}capability"
 # Imports that no test of the core and no common helper has.
 BEYOND_THE_CORE = (
     r"^ *(?:from|import) (?:gateway|tests)(?:\.| import )"
-    r"(?:capabilities(?!\.capability )|chaos|project)\b.*"
+    r"(?:capabilities(?!\.capability )|attacks|chaos|project)\b.*"
 )
 COMPOSERS = (
     "gateway.app",

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,17 +22,7 @@ import psutil
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.project.support.attacks import (
-    ATTACKS,
-    KEPT,
-    MODELS,
-    ON_DEMAND,
-    Attack,
-    Attacker,
-    HttpRequest,
-    Site,
-    with_key,
-)
+from tests.attacks.table import ATTACKS, KEPT, MODELS, ON_DEMAND, Attack, Attacker, Site, with_key
 from tests.support import keys
 from tests.support.fake_triton import port_of
 from tests.support.guards import child_of
@@ -69,7 +58,6 @@ PER_S = 100
 # Times before and during an attack take turns, and their medians are compared: neighbours on a shared
 # machine can make a single 99th percentile ten times larger.
 MEASURE_S = 3.0
-ROUNDS = 3 if compares_numbers() else 1
 # Usually it is 1 to 3 ms.
 MIN_LIMIT_MS = 10
 # The same work takes that many times as much CPU time on a busy machine, whose cores share caches and clock.
@@ -79,12 +67,6 @@ SIGNALS = identity("signals", "FP32", (50_000_000,))
 TOGETHER_S = float(os.environ.get("ATTACK_SECONDS", "600"))
 ATTACKERS = 8
 CALLER_PER_S = 30
-CONNECTIONS = 16
-INFERENCE_ATTACKS = [
-    name
-    for name, attack in ATTACKS.items()
-    if all(isinstance(each, HttpRequest) and each.key == keys.INFER for each in attack.requests)
-]
 # Besides the outcomes of an attack, while others are under way. The server of gRPC itself answers CANCELLED,
 # before the gateway sees the call, while thousands of calls that were reset wait for their handlers.
 REFUSALS = {
@@ -364,33 +346,6 @@ def attack_until(
 
     asyncio.run(run())
     pipe.send(outcomes)
-
-
-@pytest.mark.fault("requests that once blocked the whole process: unfinished shapes, archives that")
-@pytest.mark.soak
-@pytest.mark.parametrize("name", INFERENCE_ATTACKS)
-def test_repeated_attack_does_not_delay_other_requests(target: Target, name: str) -> None:
-    """Takes a while: others are measured before and during each attack.
-
-    The attacker, the load and Triton share the machine's CPUs with the gateway. What they take from each
-    other shows in the requests that go to Triton directly, and is not the gateway's.
-    """
-    seen_before, seen_during, memory = [], [], 0
-    for _ in range(ROUNDS):
-        seen_before.append(measure(target))
-        with attacking(target.site, [name], CONNECTIONS) as outcomes:
-            seen_during.append(measure(target))
-            memory = max(memory, psutil.Process(target.pid).memory_info().rss)
-        assert set(outcomes) <= REFUSALS | ATTACKS[name].outcomes, outcomes
-    before, during = take_medians(seen_before), take_medians(seen_during)
-    most_ms = max(3 * before.infer * find_contention(before, during), MIN_LIMIT_MS)
-    assert_number("p99 of /livez", during.livez, "ms", at_most=100)
-    assert_number("p99 of another model", during.infer, "ms", at_most=most_ms)
-    assert_number("memory", memory / MIB, "MiB", at_most=(BUDGET_BYTES + 64 * MIB) / MIB + 100)
-
-
-def take_medians(rounds: Sequence[Latencies]) -> Latencies:
-    return Latencies(*map(median, zip(*rounds, strict=True)))
 
 
 def find_contention(before: Latencies, during: Latencies) -> float:
