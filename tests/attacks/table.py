@@ -29,6 +29,7 @@ import yaml
 from PIL import Image
 from tritonclient.grpc import service_pb2
 
+from tests.attacks.corpus import FORM, IMAGES, encode_form
 from tests.capabilities.grpc_api.support.grpc_gateway import INFER, SERVICE, STREAM
 from tests.capabilities.grpc_api.support.http2 import (
     CANCEL,
@@ -41,7 +42,6 @@ from tests.capabilities.grpc_api.support.http2 import (
 from tests.capabilities.uploads.support.uploads import FIRST
 from tests.support import hostile_files as hostile
 from tests.support import keys
-from tests.support.corpus import FORM, IMAGES, encode_form
 from tests.support.images import encoded
 from tests.support.load import Pool, get, post
 from tests.support.model_zoo.zoo import TEXT_MODELS, identity, image

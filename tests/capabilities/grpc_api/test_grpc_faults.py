@@ -53,7 +53,7 @@ from tests.support.fleet import url_of
 from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.metrics import held_memory, metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
-from tests.support.scripted_replica import replica_with_invalid_messages
+from tests.support.scripted_server import replica_with_invalid_messages
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 

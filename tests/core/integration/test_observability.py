@@ -18,7 +18,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.interface.names import read_log_fields
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
-from tests.support.scripted_replica import Replica, scripted_replica
+from tests.support.scripted_server import Replica, scripted_replica
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 

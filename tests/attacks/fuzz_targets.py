@@ -33,8 +33,8 @@ from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
 from gateway.tensors.zip_files import PIECE_BYTES
 from gateway.triton.sequence import parse_sequence_headers
-from tests.support.corpus import IMAGES, V2_BODY, valid_requests
-from tests.support.fuzzing import MAX_INPUT_BYTES, Target
+from tests.attacks.corpus import IMAGES, V2_BODY, valid_requests
+from tests.attacks.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.hostile_files import read_form
 from tests.support.servers import ROOT
 
