@@ -166,12 +166,14 @@ def upload_targets() -> Iterator[Target]:
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 
-    plain, packed = BytesIO(), BytesIO()
+    plain = BytesIO()
+    packed = BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("model/" + "long" * 40))
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("model/1/model.onnx", b"x" * 1000)
-    tars, zips = [plain.getvalue()], [packed.getvalue()]
+    tars = [plain.getvalue()]
+    zips = [packed.getvalue()]
     yield Target("tar archives", extract_from(".tar"), tars, REFUSALS)
     yield Target("ZIP archives", extract_from(".zip"), zips, REFUSALS)
     configs = [b'name: "m" input { name: "X" dims: [ 1 ] }', b'{"name": "m", "input": []}']

@@ -180,7 +180,8 @@ class Probes:
 
 @contextmanager
 def probing(client: httpx.Client) -> Iterator[Probes]:
-    probes, stop = Probes(client), threading.Event()
+    probes = Probes(client)
+    stop = threading.Event()
     thread = threading.Thread(target=probes.run, args=(stop,))
     thread.start()
     try:
@@ -258,10 +259,12 @@ def test_attack_costs_little_and_other_callers_are_served(
     # What the attack before this one has sent may still be under way.
     wait_until(lambda: metric(target.client, 'gateway_requests_in_flight{route="grpc"}') == 0)
     forget_peaks(target.pid)
-    memory, cpu_s = memory_bytes(target.pid), target.cpu_s()
+    memory = memory_bytes(target.pid)
+    cpu_s = target.cpu_s()
     with probing(target.client) as probes:
         outcomes = send_attack(name)
-    used_s, used_mib = target.cpu_s() - cpu_s, (peak_bytes(target.pid) - memory) / MIB
+    used_s = target.cpu_s() - cpu_s
+    used_mib = (peak_bytes(target.pid) - memory) / MIB
     assert set(outcomes) <= attack.outcomes, outcomes
     assert not probes.refusals
     print(f"{used_mib:.0f} MiB")
@@ -283,7 +286,8 @@ class Latencies(NamedTuple):
 
 def measure(target: Target, seconds: float = MEASURE_S, per_s: float = PER_S) -> Latencies:
     count = int(per_s * seconds)
-    health, inference = [get("/livez")], [with_key(ECHO_V2, keys.BOTH)]
+    health = [get("/livez")]
+    inference = [with_key(ECHO_V2, keys.BOTH)]
     with (
         OpenLoop(Pool(target.port), health, per_s, seconds) as livez,
         OpenLoop(Pool(target.port), inference, per_s, seconds) as infer,
@@ -303,7 +307,8 @@ def measure(target: Target, seconds: float = MEASURE_S, per_s: float = PER_S) ->
 def attacking(site: Site, names: Sequence[str], connections: int) -> Iterator[Counter[str]]:
     """Send these attacks in random order from a process of low priority; the outcomes, at the end."""
     outcomes: Counter[str] = Counter()
-    stop, (results, pipe) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
+    stop = SPAWN.Event()
+    results, pipe = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=attack_until, args=(pipe, stop, site, names, connections))
     process.start()
     try:
@@ -358,7 +363,8 @@ def find_contention(before: Latencies, during: Latencies) -> float:
 def test_all_attacks_together_leave_a_caller_served(target: Target) -> None:
     """ATTACK_SECONDS says for how long."""
     before = measure(target, TOGETHER_S / 10, CALLER_PER_S)
-    idle, peak = memory_bytes(target.pid), [0]
+    idle = memory_bytes(target.pid)
+    peak = [0]
     triton_pid = child_of(target.triton.reaper_pid)
     stop = threading.Event()
 
@@ -403,7 +409,7 @@ def shed_for_memory(client: httpx.Client) -> float:
 
 
 @pytest.mark.fault("large uploads that never end")
-def test_uploads_that_fill_the_memory_budget_do_not_block_small_requests(
+def test_uploads_that_fill_the_memory_block_no_small_request(
     target: Target, tmp_path: Path
 ) -> None:
     """Large bodies that never end hold memory, until the budget refuses the next one."""
@@ -444,7 +450,7 @@ def test_uploads_that_fill_the_memory_budget_do_not_block_small_requests(
 
 
 @pytest.mark.fault("the description of a model whose inputs have millions of values")
-def test_description_of_a_model_with_large_tensors_takes_little_memory(target: Target) -> None:
+def test_description_of_large_tensors_takes_little_memory(target: Target) -> None:
     """Its examples had all values of an input: of 50 million, they took 15 s and 600 MiB."""
     path = "/v1/models/signals"
     wait_until(lambda: target.client.get(path).status_code == 200)

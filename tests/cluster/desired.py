@@ -11,7 +11,8 @@ from tests.support.manifests import Resource
 
 TRITON_PORT: Final = 8000
 ENDED: Final = ("Failed", "Succeeded")
-READY, UP = "READY", "UP"
+READY = "READY"
+UP = "UP"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from tests.support.keys import ADMIN, INFER, entry
 from tests.support.manifests import K8S, Resource, build, containers
 from tests.support.servers import ROOT
 
-GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
+GATEWAY = "triton-gateway"
+TRITON = "triton"
+REDIS = "redis"
 RUN_LABEL: Final = "triton-gateway-test"  # of namespaces and pods
 # The images by the last part of their names, which is also the name in IMAGES=…
 IMAGES: Final[Mapping[str, str]] = {

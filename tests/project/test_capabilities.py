@@ -230,7 +230,7 @@ def test_core_without_capabilities_passes_its_unit_tests(tmp_path: Path) -> None
     assert re.search(r"^\d{4,} passed", run.stdout, re.MULTILINE), run.stdout
 
 
-def test_settings_of_a_capability_are_checked_with_those_of_the_core(
+def test_settings_of_a_capability_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GATEWAY_GRPC_PORT", "9001")
@@ -254,7 +254,7 @@ def test_gateway_without_capabilities_passes_the_type_checker(tmp_path: Path) ->
     assert checked.returncode == 0, checked.stdout
 
 
-def test_of_capabilities_that_are_switched_off_only_the_light_modules_are_imported() -> None:
+def test_only_light_modules_of_disabled_capabilities_are_imported() -> None:
     program = (
         "import sys; from gateway.app import create_app; from gateway.config.settings import Settings;"
         "create_app(Settings(state='memory:'));"

@@ -92,7 +92,9 @@ def is_answered(path: Path, after: float) -> bool:
     return len(answered) == len(LOAD) + 1 and all(answered.values())
 
 
-BEFORE, FAULT_ENDED, AFTER = 95.0, 100.0, 105.0
+BEFORE = 95.0
+FAULT_ENDED = 100.0
+AFTER = 105.0
 
 
 @pytest.mark.parametrize(

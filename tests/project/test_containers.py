@@ -134,7 +134,7 @@ def send_until_not_ready(url: str, statuses: list[int]) -> None:
             statuses.append(answer.status_code)
 
 
-def test_gateway_image_that_is_stopped_under_load_loses_no_request(
+def test_stopped_gateway_image_loses_no_request(
     fleet: tuple[Container, str],
 ) -> None:
     container, url = fleet

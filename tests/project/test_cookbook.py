@@ -78,7 +78,7 @@ def test_commands_print_what_the_recipes_say(
 
 
 @pytest.mark.long
-def test_gateway_behind_the_nginx_of_the_recipe_streams_and_infers(kitchen: httpx.Client) -> None:
+def test_gateway_behind_the_nginx_of_the_recipe_streams(kitchen: httpx.Client) -> None:
     gateway_port = kitchen.base_url.port
     (port,) = free_ports(1)
     location = read_block("nginx").replace(":8080", f":{gateway_port}")

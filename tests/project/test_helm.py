@@ -259,7 +259,7 @@ def test_chart_passes_the_strict_lint_and_its_files_are_current() -> None:
     assert (document["version"], document["appVersion"]) == (__version__, __version__)
 
 
-def test_upgrade_changes_only_the_objects_of_changed_values_and_no_selector() -> None:
+def test_upgrade_changes_only_the_objects_of_changed_values() -> None:
     """A rollout is caused by changed settings, not by changed models, which the gateways reload."""
     before = comparable(render_chart(PROD))
     models = comparable(render_chart({**PROD, "models": ["ensemble"]}))
@@ -355,9 +355,7 @@ OUTSIDE: Values = {
         "the overlay prod",
     ],
 )
-def test_notes_name_the_missing_secrets_and_warn_of_what_the_values_break(
-    values: Values, warnings: list[str]
-) -> None:
+def test_notes_name_missing_secrets_and_warn(values: Values, warnings: list[str]) -> None:
     written = notes(values)
     assert "kubectl -n vision create secret generic triton-gateway-keys " in written
     assert ("WARNING" in written) == bool(warnings)

@@ -55,7 +55,7 @@ def test_triton_reads_a_bucket_with_a_secret_or_a_cloud_identity(kind: str) -> N
     assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == annotations
 
 
-def test_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
+def test_model_with_a_mark_is_declared_and_loaded_by_its_name() -> None:
     models = ["text_ensemble", {"name": "ensemble", "required": "always"}]
     made = render_chart({"models": models})
     text = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
@@ -72,7 +72,8 @@ def test_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
 def test_triton_reads_a_folder_of_a_claim() -> None:
     repository = {"type": "pvc", "claimName": "models", "subPath": "prod"}
     made = render_triton(repository=repository)
-    container, pod = triton(made), made.pod("triton")
+    container = triton(made)
+    pod = made.pod("triton")
     assert "--model-repository=/models" in container["args"]
     (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == "/models")
     assert (mount["subPath"], mount["readOnly"]) == ("prod", True)
@@ -152,10 +153,11 @@ def test_size_of_the_ingress_follows_the_setting() -> None:
     assert size({}, {"nginx.ingress.kubernetes.io/proxy-body-size": "1g"}) == "1g"
 
 
-def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
+def test_uploads_give_the_gateways_the_claim_of_triton() -> None:
     repository = {"type": "pvc", "claimName": "models", "subPath": "prod", "uploads": "code"}
     made = render_chart({"triton": {"repository": repository}, "redis": ENABLED})
-    gateway, triton_pod = made.pod("triton-gateway"), made.pod("triton")
+    gateway = made.pod("triton-gateway")
+    triton_pod = made.pod("triton")
     assert gateway["securityContext"]["fsGroup"] == triton_pod["securityContext"]["fsGroup"]
     (container,) = gateway["containers"]
     settings = {each["name"]: each.get("value") for each in container["env"]}
@@ -167,7 +169,7 @@ def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
     assert volume["persistentVolumeClaim"] == {"claimName": "models"}
 
 
-def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
+def test_full_name_gives_a_release_names_of_its_own() -> None:
     parts = dict.fromkeys(("redis", "monitoring", "keda", "gatewayApi", "ingress"), ENABLED)
     made = render_chart({**parts, "fullnameOverride": "vision"})
     other = render_chart(parts)
@@ -195,7 +197,7 @@ def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
     )
 
 
-def test_sidecars_volumes_labels_and_classes_are_added_to_the_pods() -> None:
+def test_sidecars_volumes_and_labels_are_added_to_the_pods() -> None:
     sidecar = {"name": "proxy", "image": "proxy:1.0"}
     ca = {"name": "ca", "secret": {"secretName": "redis-ca"}}
     mount = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}

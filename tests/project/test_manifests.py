@@ -28,7 +28,8 @@ from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
 
-GATEWAY, TRITON = "triton-gateway", "triton"
+GATEWAY = "triton-gateway"
+TRITON = "triton"
 # Secrets that the user of the manifests creates.
 SECRETS_OF_USERS = {
     "triton-gateway-jobs",
@@ -97,7 +98,7 @@ def scaled(made: Manifests) -> Iterator[tuple[Resource, int]]:
         yield target, spec.get("minReplicas") or spec["minReplicaCount"]
 
 
-def test_number_of_pods_is_set_by_a_scaler_or_by_the_manifest_alone(made: Manifests) -> None:
+def test_number_of_pods_is_set_at_one_place(made: Manifests) -> None:
     least = {target["metadata"]["name"]: number for target, number in scaled(made)}
     assert len(least) == len([*scaled(made)])
     for workload in made.workloads:
@@ -109,7 +110,7 @@ def test_number_of_pods_is_set_by_a_scaler_or_by_the_manifest_alone(made: Manife
     assert least.get(GATEWAY, 1) == (1 if made.variant == "dev" else 2)
 
 
-def test_disruption_budget_lets_a_node_be_drained_and_keeps_the_last_ready_triton(
+def test_disruption_budget_lets_a_node_be_drained(
     made: Manifests,
 ) -> None:
     least = {target["metadata"]["name"]: number for target, number in scaled(made)}
@@ -197,7 +198,7 @@ def test_everything_that_is_mounted_or_read_exists(made: Manifests) -> None:
 # Security
 
 
-def test_every_container_is_confined_limited_and_of_a_pinned_image(made: Manifests) -> None:
+def test_every_container_is_confined_limited_and_pinned(made: Manifests) -> None:
     for workload in made.workloads:
         pod = workload["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -212,7 +213,8 @@ def test_every_container_is_confined_limited_and_of_a_pinned_image(made: Manifes
                 "capabilities": {"drop": ["ALL"]},
             }
             resources = container["resources"]
-            requests, limits = resources["requests"], resources["limits"]
+            requests = resources["requests"]
+            limits = resources["limits"]
             assert {"cpu", "memory"} <= requests.keys()
             for name in ("memory", "ephemeral-storage"):
                 assert quantity(limits[name]) >= quantity(requests[name])
@@ -243,7 +245,7 @@ def test_limit_of_the_storage_holds_the_volumes_and_the_log(made: Manifests) -> 
         assert {*filter(None, named.split(","))} == {volume["name"] for volume in local}
 
 
-def test_policies_cover_every_pod_and_let_only_gateways_and_monitoring_reach_triton(
+def test_policies_cover_every_pod_and_close_triton(
     made: Manifests,
 ) -> None:
     for workload in made.workloads:
@@ -375,7 +377,7 @@ def is_admitted_by_route(route: Resource, method: str, path: str) -> bool:
     )
 
 
-def test_http_route_opens_what_callers_need_and_no_change_of_models() -> None:
+def test_http_route_opens_calls_and_no_change_of_models() -> None:
     (route,) = Manifests.of("prod").kind("HTTPRoute")
     for rule in route["spec"]["rules"]:
         assert len(rule["matches"]) <= 8  # the limit of the first versions of the Gateway API
@@ -387,7 +389,7 @@ def test_http_route_opens_what_callers_need_and_no_change_of_models() -> None:
             assert not is_admitted_by_route(route, method, path)
 
 
-def test_ingress_opens_what_callers_need_and_no_path_of_a_change() -> None:
+def test_ingress_opens_calls_and_no_path_of_a_change() -> None:
     (ingress,) = Manifests.of("s3 and ingress").kind("Ingress")
     changed = {path for method, path in OPERATIONS if method in ("PUT", "DELETE")}
     changed = {path for path in changed if not path.startswith(OWN_JOBS)}
@@ -423,7 +425,7 @@ def settings_of(made: Manifests) -> Settings:
     )
 
 
-def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Manifests) -> None:
+def test_settings_are_known_and_complete(made: Manifests) -> None:
     known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
     secret_files = ("STATE_PASSWORD", "JOBS_PASSWORD", "JOBS_SECRET")
     known |= {f"GATEWAY_{name}_FILE" for name in secret_files}
@@ -475,7 +477,8 @@ def test_gateway_finds_triton_by_its_service(made: Manifests) -> None:
 
 
 def test_terminating_pod_has_time_for_its_longest_request(made: Manifests) -> None:
-    settings, pod = settings_of(made), made.pod(GATEWAY)
+    settings = settings_of(made)
+    pod = made.pod(GATEWAY)
     (container,) = pod["containers"]
     waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest_s = settings.max_request_timeout_s
@@ -497,7 +500,7 @@ def test_terminating_pod_has_time_for_its_longest_request(made: Manifests) -> No
     assert given or words[0] == "triton"  # the embedded one's is fixed
 
 
-def test_terminating_triton_serves_until_gateways_know_its_replacement(made: Manifests) -> None:
+def test_terminating_triton_serves_until_replaced(made: Manifests) -> None:
     """CoreDNS keeps the addresses of a Service for 30 s, and its answers have that time to live."""
     pod = made.pod(TRITON)
     (container,) = pod["containers"]
@@ -506,7 +509,7 @@ def test_terminating_triton_serves_until_gateways_know_its_replacement(made: Man
     assert pod["terminationGracePeriodSeconds"] > waits_s
 
 
-def test_routes_wait_longer_than_the_gateway_and_pass_its_largest_body(
+def test_routes_wait_for_the_gateway_and_pass_its_largest_body(
     made: Manifests,
 ) -> None:
     settings = settings_of(made)
@@ -559,7 +562,7 @@ def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:
 # Models, monitoring and scaling
 
 
-def test_models_of_the_models_file_exist_and_are_loaded_at_the_start(made: Manifests) -> None:
+def test_declared_models_exist_and_are_loaded_at_the_start(made: Manifests) -> None:
     declared = parse_models_file(
         made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
     )
@@ -606,9 +609,7 @@ def test_rules_and_dashboard_are_those_of_deploy_monitoring(prod: Manifests) -> 
     assert data == {"triton-gateway.json": dashboard}
 
 
-def test_triton_is_scaled_by_the_requests_that_wait_and_not_in_without_metrics(
-    prod: Manifests, tmp_path: Path
-) -> None:
+def test_tritons_are_scaled_by_the_requests_that_wait(prod: Manifests, tmp_path: Path) -> None:
     (namespace,) = prod.kind("Namespace")
     assert namespace["metadata"]["name"] == "triton-gateway"
     (scaling,) = prod.kind("ScaledObject")
@@ -650,7 +651,7 @@ def test_fleet_scaled_to_zero_is_woken_by_held_requests() -> None:
     assert hold_s - seen_after_s >= 240  # in which a node and a Triton start
 
 
-def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_alerts(
+def test_prometheus_operator_finds_its_objects(
     made: Manifests,
 ) -> None:
     label = "kube-prometheus-stack"
@@ -690,7 +691,8 @@ def test_pods_prefer_other_nodes_and_zones_by_their_revision(made: Manifests) ->
 
     Without the revision, pods that end would push those of a rollout together.
     """
-    host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+    host = "kubernetes.io/hostname"
+    zone = "topology.kubernetes.io/zone"
     for name in (GATEWAY, TRITON):
         own = {
             "labelSelector": {"matchLabels": {"app.kubernetes.io/name": name}},

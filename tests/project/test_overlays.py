@@ -17,7 +17,8 @@ from tests.support.manifests import K8S, Manifests, Resource, build, quantity
 from tests.support.missing import find_program
 from tests.support.servers import ROOT
 
-GATEWAY, TRITON = "triton-gateway", "triton"
+GATEWAY = "triton-gateway"
+TRITON = "triton"
 DEPLOY = (ROOT / "docs" / "operate" / "deploy.md").read_text()
 PROD = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
 

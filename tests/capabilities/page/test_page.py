@@ -122,7 +122,8 @@ def kept() -> list[Model]:
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Names]]:
     """The models of the demonstration, and those with random names."""
-    folder, names = tmp_path_factory.mktemp("renamed"), Names(seed=11)
+    folder = tmp_path_factory.mktemp("renamed")
+    names = Names(seed=11)
     write_repository(folder, names, kept())
     load = ("ensemble", "text_ensemble", "tokens", *(names.model(model.name) for model in kept()))
     folders = (ROOT / "triton_repo", ROOT / "triton_repo_examples", folder)
@@ -302,7 +303,7 @@ def test_dropped_model_is_uploaded_with_an_administrators_key(
 
 
 @pytest.mark.long
-def test_folder_is_uploaded_and_its_files_are_listed_downloaded_and_deleted(
+def test_files_of_an_uploaded_folder_are_managed(
     page: browser.Page, uploads: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "in a folder"
@@ -342,7 +343,7 @@ def test_folder_is_uploaded_and_its_files_are_listed_downloaded_and_deleted(
 
 
 @pytest.mark.long
-def test_unknown_model_gets_a_form_by_its_signature_and_code_without_the_key(
+def test_form_follows_the_signature_and_code_hides_the_key(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
     page.open(renamed.url, renamed.fragment("pair"), key=INFER)
@@ -675,9 +676,7 @@ def test_gateway_that_does_not_answer_is_shown_above_every_view(
 
 
 @pytest.mark.long
-def test_on_demand_model_is_listed_and_loaded_by_its_first_request(
-    page: browser.Page, tmp_path: Path
-) -> None:
+def test_on_demand_model_is_loaded_by_its_first_request(page: browser.Page, tmp_path: Path) -> None:
     first, second = model_names(2)
     state = f'#models tr[data-key="{first}"]'
     with (
@@ -824,7 +823,7 @@ def test_guide_is_read_without_another_server_and_fits_a_phone(
 
 
 @pytest.mark.long
-def test_description_of_a_model_is_tried_with_the_key_of_the_page(
+def test_description_is_tried_with_the_key_of_the_page(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
     page.open(renamed.url, "docs?model=text_ensemble", key=INFER)

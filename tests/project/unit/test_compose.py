@@ -37,7 +37,7 @@ def test_service_has_an_exact_version_its_mounts_and_no_rights(name: str) -> Non
             assert source in COMPOSE["volumes"]
 
 
-def test_services_publish_only_the_gateway_and_the_monitoring_to_this_machine() -> None:
+def test_services_publish_only_gateway_and_monitoring() -> None:
     published = {name for name, service in SERVICES.items() if "ports" in service}
     assert published == {"gateway", "prometheus", "grafana"}
     for name in published:
@@ -47,7 +47,7 @@ def test_services_publish_only_the_gateway_and_the_monitoring_to_this_machine() 
         assert list(SERVICES[name]["networks"]) == ["back"]
 
 
-def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
+def test_profile_adds_one_triton_which_the_gateway_finds() -> None:
     profiles = {
         name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service
     }
@@ -61,7 +61,7 @@ def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
     assert re.findall(r"--load-model=(\S+)", words) == list(declared)
 
 
-def test_gateway_has_known_settings_and_stops_after_the_longest_request() -> None:
+def test_gateway_stops_after_the_longest_request() -> None:
     given = SERVICES["gateway"]["environment"]
     known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
     assert given.keys() <= known

@@ -81,9 +81,7 @@ def test_photo_has_the_layout_scale_and_colour_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
-def test_decode_with_an_exif_orientation_turns_the_picture_upright(
-    orientation: int, image_format: str
-) -> None:
+def test_exif_orientation_turns_the_picture_upright(orientation: int, image_format: str) -> None:
     upright = np.full((48, 32), 255, np.uint8)
     upright[:16, :16] = 0
     # How a camera in that position stores the picture: the inverse of what is to be undone.

@@ -31,7 +31,7 @@ def replica_schema(document: Document) -> Any:
     return document["components"]["schemas"]["Replica"]
 
 
-def test_generators_find_schemas_with_names_and_no_boolean_constants(document: Document) -> None:
+def test_generators_find_named_schemas_and_no_boolean_constants(document: Document) -> None:
     schemas = document["components"]["schemas"]
     assert {"Model", "ModelList", "InferRequest", "InferResponse", "Job", "Event", "Error"} <= {
         *schemas

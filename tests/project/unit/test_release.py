@@ -102,7 +102,7 @@ def test_version_in_every_file_is_that_of_the_package() -> None:
     assert {tag for _, tag in found} == {__version__}
 
 
-def test_release_publishes_the_images_that_the_documents_and_the_chart_name() -> None:
+def test_release_publishes_the_documented_images() -> None:
     base = "ghcr.io/triton-gateway/triton-gateway"
     document = (ROOT / "docs/operate/deploy.md").read_text()
     job = RELEASE["jobs"]["images"]

@@ -31,7 +31,7 @@ def test_site_has_every_document_and_notebook_as_a_page(pages: Path) -> None:
     assert "](notebooks/streaming.md)" in (pages / "index.md").read_text()
 
 
-def test_link_out_of_the_documents_leads_to_a_file_of_the_repository(pages: Path) -> None:
+def test_link_out_of_the_documents_leads_to_a_file(pages: Path) -> None:
     found = set()
     for page in pages.glob("**/*.md"):
         text = page.read_text()
