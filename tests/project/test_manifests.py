@@ -16,7 +16,6 @@ import yaml
 from deploy.monitoring import prometheusrule
 from gateway.access.keys import read_keys_file
 from gateway.capabilities.grpc_api.methods import TRITON_METHODS
-from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.installed import SETTINGS
 from gateway.config.settings import Settings, list_setting_names
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -297,28 +296,6 @@ def test_grpc_route_opens_inference_alone(made: Manifests) -> None:
         assert {"ModelInfer", "ModelStreamInfer"} < methods
         assert methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
         assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
-
-
-def test_services_and_routes_name_the_port_of_grpc(made: Manifests) -> None:
-    port = settings_of(made).read(GrpcSettings).grpc_port
-    services = [
-        (service, each)
-        for service in made.kind("Service")
-        for each in service["spec"]["ports"]
-        if each["name"] == "grpc" and "gateway" in service["metadata"]["name"]
-    ]
-    assert [service["spec"].get("clusterIP") for service, _ in services] == [None, "None"]
-    for service, each in services:
-        assert (each["port"], each["appProtocol"]) == (port, "kubernetes.io/h2c")
-        for workload in made.selected(service["spec"]["selector"]):
-            assert ports(workload)[each["targetPort"]] == port
-    routes = made.kind("GRPCRoute")
-    assert all(
-        backend["port"] == port
-        for route in routes
-        for rule in route["spec"]["rules"]
-        for backend in rule["backendRefs"]
-    )
 
 
 OPERATIONS = [

@@ -5,12 +5,10 @@ Where a real one cannot tell what reached it, or cannot be made to stall, a fake
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import queue
 import re
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.http as triton_http
-import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import serialize_error
@@ -121,7 +118,7 @@ def assert_no_internals(message: str) -> None:
     assert not re.search(r"/srv|/tmp|\.py|Traceback|At:|0x|shm|\n|^\{", message), message
 
 
-# Triton's own Python client, both kinds of it.
+# Triton's own Python client.
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("is_server_live", {}),
@@ -255,7 +252,7 @@ def seen(result: triton_http.InferResult) -> tuple[Any, dict[str, tuple[Any, Any
     return document, {name: (array.dtype, array.tolist()) for name, array in arrays.items()}
 
 
-def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+def call_with_the_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
         results = {name: seen(client.infer(**infer)) for name, infer in INFERENCES.items()}
         failures = {}
@@ -273,32 +270,10 @@ def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, 
     return calls, results, failures
 
 
-async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        results = {name: seen(await client.infer(**infer)) for name, infer in INFERENCES.items()}
-        failures = {}
-        for name, (infer, _, _) in FAILURES.items():
-            with pytest.raises(InferenceServerException) as caught:
-                await client.infer(**infer)
-            failures[name] = caught.value
-        headers: dict[str, str] = {}
-        await client.infer(**INFERENCES["binary"], headers=headers)
-        assert "Inference-Header-Content-Length" in headers
-        calls = [
-            steady(await getattr(client, name)(**{"headers": headers, **arguments}))
-            for name, arguments in CALLS
-        ]
-    return calls, results, failures
-
-
-@pytest.mark.parametrize("kind", ["sync", pytest.param("aio", marks=pytest.mark.long)])
-def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports, kind: str) -> None:
-    def through(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-        if kind == "sync":
-            return by_the_sync_client(port)
-        return asyncio.run(by_the_aio_client(port))
-
-    direct, (calls, results, failures) = through(ports.triton), through(ports.gateway)
+def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports) -> None:
+    """`make test-clients` does the same with the client for asyncio."""
+    direct = call_with_the_client(ports.triton)
+    calls, results, failures = call_with_the_client(ports.gateway)
     for (name, arguments), expected, found in zip(CALLS, direct[0], calls, strict=True):
         assert found == expected, (name, arguments)
     for name, expected in direct[1].items():
@@ -863,21 +838,6 @@ def test_response_headers_of_triton_are_passed_unchanged(faked: tuple[Fake, int]
 
 
 # Clients that disconnect.
-
-
-@pytest.mark.fault("a client closes its half of the connection after its request")
-def test_client_that_closes_its_half_gets_the_response(ports: Ports) -> None:
-    for exchange in (
-        ("GET", "/v2"),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], PAIR_JSON),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], SLICES),
-    ):
-        for port in (ports.triton, ports.gateway):
-            with Wire(port) as wire:
-                wire.send(*exchange)
-                wire.socket.shutdown(socket.SHUT_WR)
-                assert wire.read().status == 200
-                assert wire.socket.recv(1) == b""
 
 
 def before_the_answer(wire: Wire) -> None:

@@ -79,29 +79,6 @@ def test_photo_has_the_layout_scale_and_colour_of_the_parameters() -> None:
 # Decoding
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
-def test_exif_orientation_turns_the_picture_upright(orientation: int, image_format: str) -> None:
-    upright = np.full((48, 32), 255, np.uint8)
-    upright[:16, :16] = 0
-    # How a camera in that position stores the picture: the inverse of what is to be undone.
-    stored = {
-        1: upright,
-        2: upright[:, ::-1],
-        3: upright[::-1, ::-1],
-        4: upright[::-1],
-        5: upright.T,
-        6: np.rot90(upright),
-        7: np.rot90(upright, 2).T,
-        8: np.rot90(upright, -1),
-    }[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = saved(Image.fromarray(stored), image_format, exif=exif, quality=95)
-    found = np.asarray(picture.decode(data, LIMIT).convert("L"))
-    np.testing.assert_allclose(found.astype(int), upright.astype(int), atol=20)
-
-
 PALETTE = Image.new("P", (3, 1))
 PALETTE.putpalette([200, 0, 0, 0, 0, 90, 9, 9, 9])
 PALETTE.putdata([0, 1, 2])
