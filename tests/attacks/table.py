@@ -1,7 +1,7 @@
 """Requests, calls, uploads and files that cost far more than they say, and what each may cost at most.
 
 Each body, call, upload and watched file that the gateway reads needs a row:
-`tests/project/unit/test_attacks.py` compares the table with the routes and codecs.
+`tests/attacks/unit/test_table.py` compares the table with the routes and codecs.
 """
 
 from __future__ import annotations

@@ -200,7 +200,9 @@ def select(names: set[str], patterns: Sequence[str]) -> set[str]:
 def copy_core(folder: Path) -> None:
     """Copy the package and the tests without the capabilities; the other files are links."""
     copy_without(NAMES, folder)
-    left_out = shutil.ignore_patterns("__pycache__", "node_modules", "capabilities", "project")
+    left_out = shutil.ignore_patterns(
+        "__pycache__", "node_modules", "attacks", "capabilities", "project"
+    )
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=left_out)
     for path in ROOT.iterdir():
         if path.name not in ("gateway", "tests") and not path.name.startswith("."):
