@@ -449,7 +449,8 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-PART, OTHER = bearer("tgw_part-secret"), bearer("tgw_other-secret")
+PART = bearer("tgw_part-secret")
+OTHER = bearer("tgw_other-secret")
 
 
 def test_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:

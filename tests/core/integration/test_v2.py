@@ -166,7 +166,8 @@ def wanted(name: str, **options: Any) -> triton_http.InferRequestedOutput:
     return triton_http.InferRequestedOutput(name, **options)
 
 
-A, B = np.array([[1, -2], [3, 4]], np.int32), np.array([[10, 20], [30, 40]], np.int32)
+A = np.array([[1, -2], [3, 4]], np.int32)
+B = np.array([[10, 20], [30, 40]], np.int32)
 WIDE = np.linspace(-1, 1, 4096, dtype=np.float32)
 TEXT = np.array([b"", b"\xff\x00\xfe", "안녕 ☕".encode()], object)
 WORDS = np.array(["plain", "", "안녕 ☕"], object)
@@ -289,7 +290,7 @@ def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports) -
         assert_no_internals(failures[name].message())
 
 
-def test_shared_memory_is_listed_as_empty_and_cannot_be_registered(ports: Ports) -> None:
+def test_shared_memory_is_empty_and_cannot_be_registered(ports: Ports) -> None:
     for kind in ("system", "cuda"):
         base = f"/v2/{kind}sharedmemory"
         for method, path in (
@@ -462,7 +463,7 @@ def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> Non
     raise AssertionError("no event arrived before the next one was made")
 
 
-def test_error_that_begins_a_stream_is_passed_at_once_with_what_follows(ports: Ports) -> None:
+def test_error_that_begins_a_stream_is_passed_at_once(ports: Ports) -> None:
     (_, refused), *direct = events(ports.triton, -0.001, status=400)
     assert "boom first" in refused["error"]
     for pause_s in lengthening(0.05):
@@ -488,7 +489,8 @@ def test_long_error_that_begins_a_stream_ends_it(faked: tuple[Fake, int]) -> Non
 
 @pytest.mark.fault("exceptions provoked in a model")
 def test_error_of_a_stream_is_an_event_without_internals(ports: Ports) -> None:
-    target, body = "/v2/models/ticking/generate_stream", b'{"COUNT": -2, "SECONDS": 0}'
+    target = "/v2/models/ticking/generate_stream"
+    body = b'{"COUNT": -2, "SECONDS": 0}'
     response = ask(ports.gateway, "POST", target, [], body)
     events = filter(None, response.body.split(b"\n\n"))
     *good, bad = [json.loads(event.removeprefix(b"data: ")) for event in events]
@@ -585,7 +587,8 @@ def test_error_has_the_status_and_code_of_the_gateway(
     ports: Ports, subtests: pytest.Subtests
 ) -> None:
     infer = "/v2/models/pair/infer"
-    body, large = b"{}", bytes(3 * MIB)
+    body = b"{}"
+    large = bytes(3 * MIB)
     tensor_of_one = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
     one = json.dumps({"inputs": [tensor_of_one]}).encode()
     not_found = (404, "NOT_FOUND")
@@ -657,7 +660,7 @@ LONG_HEADS = {
 @pytest.mark.parametrize(
     ("target", "headers", "status"), LONG_HEADS.values(), ids=LONG_HEADS.keys()
 )
-def test_head_that_triton_does_not_accept_is_no_fault_of_the_replica(
+def test_head_that_triton_refuses_is_no_fault_of_the_replica(
     ports: Ports, target: str, headers: Headers, status: int
 ) -> None:
     response = ask(ports.gateway, "GET", target, headers)
@@ -678,7 +681,8 @@ def test_body_over_the_limit_is_413_with_a_length_or_chunked(limited: int) -> No
         for _ in range(count):
             yield bytes(100_000)
 
-    target, headers = "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")]
+    target = "/v2/models/wide/infer"
+    headers = [("Inference-Header-Content-Length", "0")]
     for body, status in (
         (bytes(1_000_000), 200), (bytes(1_000_001), 413), (pieces(10), 200), (pieces(11), 413),
     ):  # fmt: skip
@@ -696,7 +700,7 @@ TAKING_BODIES = [
 ]  # fmt: skip
 
 
-def test_content_encoding_that_triton_lacks_is_415_on_every_route(ports: Ports) -> None:
+def test_unknown_content_encoding_is_415_on_every_route(ports: Ports) -> None:
     with Wire(ports.gateway) as wire:
         for target in TAKING_BODIES:
             for encoding, body in (("br", PAIR_JSON), ("gzip, br", SLICES)):

@@ -90,7 +90,8 @@ def test_invalid_keys_file_is_refused_without_quoting_it(text: str) -> None:
 @pytest.mark.parametrize("style", ["block", "flow"])
 def test_rotated_keys_overlap_and_comments_stay(tmp_path: Path, style: str) -> None:
     path = tmp_path / "keys.yaml"
-    ops, shop = entry(ADMIN, "admin", name="ops"), entry(INFER, "infer", requests_per_day=5)
+    ops = entry(ADMIN, "admin", name="ops")
+    shop = entry(INFER, "infer", requests_per_day=5)
     shop_text = f"  - {json.dumps(shop)}\n"
     if style == "block":
         shop_text = indent(yaml.safe_dump([shop], sort_keys=False), "  ")
