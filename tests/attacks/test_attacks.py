@@ -55,8 +55,6 @@ MIB = 1 << 20
 NICENESS = 10
 BUDGET_BYTES = 256 * MIB
 PER_S = 100
-# Times before and during an attack take turns, and their medians are compared: neighbours on a shared
-# machine can make a single 99th percentile ten times larger.
 MEASURE_S = 3.0
 # Usually it is 1 to 3 ms.
 MIN_LIMIT_MS = 10

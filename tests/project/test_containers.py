@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from tests.support.container_engine import Container, Engine, engine
-from tests.support.manifests import Manifests, quantity
+from tests.support.manifests import Manifests, Resource, quantity
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
 
@@ -152,6 +154,50 @@ def test_stopped_gateway_image_loses_no_request(
     assert container.end(60) == 0
     assert len(statuses) >= 50
     assert set(statuses) == {200}
+
+
+def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Resource]:
+    """Reduce the manifests to what podman 4 supports: no probes, no Service, no emptyDir for other users."""
+    folder.chmod(0o1777)
+    settings = made.get("ConfigMap", "triton-gateway-settings")
+    settings["data"]["GATEWAY_TRITON_URLS"] = "dns+http://localhost:8000"
+    deployments = made.kind("Deployment")
+    for deployment in deployments:
+        pod = deployment["spec"]["template"]["spec"]
+        for volume in pod["volumes"]:
+            if volume.pop("emptyDir", None):
+                path = "/dev/shm" if volume["name"] == "shm" else str(folder)
+                volume["hostPath"] = {"path": path, "type": "Directory"}
+        for container in pod["containers"]:
+            container["image"] = images[container["image"]]
+            for key in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"):
+                container.pop(key, None)
+    return [*made.kind("ConfigMap"), *deployments]
+
+
+def test_pods_of_the_dev_overlay_serve(
+    containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
+) -> None:
+    for port in (8000, 8001, 8002, 8080):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip(f"port {port}, which the manifests name, is taken on this machine")
+    images = {
+        "triton-gateway:0.2.0": gateway_image,
+        "triton-gateway-embedded:0.2.0": embedded_image,
+    }
+    resources = for_podman(Manifests.of("dev"), images, tmp_path)
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(resources))
+    with containers.pods(tmp_path / "pods.yaml"):
+        container = Container(containers, "triton-gateway-pod-0-gateway")
+        wait_for("http://127.0.0.1:8080/readyz", container)
+        with httpx.Client(base_url="http://127.0.0.1:8080", timeout=60) as client:
+            assert_serves(client)
+        assert (
+            container.look("{{.HostConfig.ReadonlyRootfs}} {{.Config.User}}") == "true 10001:10001"
+        )
+        status = container.says("python3", "-c", "print(open('/proc/1/status').read())")
+        assert "CapEff:\t0000000000000000" in status
 
 
 def test_health_check_of_the_image_succeeds_while_it_serves(
