@@ -55,7 +55,7 @@ test-all: test test-long ## Run both
 # Each process collects these tests in 5 s, so that few processes are faster.
 test-unit: JOBS := 3
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
-	@$(PYTEST) -m "not long and not soak" $(wildcard tests/core/unit tests/*/*/unit tests/project/unit) $(ARGS)
+	@$(PYTEST) -m "not long and not soak" $(wildcard tests/*/unit tests/*/*/unit) $(ARGS)
 
 # Record the time of each group of tests; the longest start first.
 durations: $(VENV)/.dev models examples

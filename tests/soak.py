@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.project.support.attacks import ATTACKS, MODELS, HttpRequest
-from tests.support.corpus import Request, valid_requests
+from tests.attacks.corpus import Request, valid_requests
+from tests.attacks.fuzzing import mutations
+from tests.attacks.table import ATTACKS, MODELS, HttpRequest
 from tests.support.fake_triton import port_of
-from tests.support.fuzzing import mutations
 from tests.support.load import LOG_WARNINGS, OpenLoop, Pool, infer_v2, p99_ms, post
 from tests.support.model_zoo.zoo import Names, write_repository
 from tests.support.servers import gateway, triton_on_free_ports

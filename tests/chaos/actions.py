@@ -34,8 +34,10 @@ from tests.support.fleet import BODY
 from tests.support.keys import ADMIN, bearer
 from tests.support.wait import TIMEOUT_S
 
-FILES, DISK = "files", "gateway disk"
-VERSIONS, LABELS = (1, 2), ("stable", "canary")
+FILES = "files"
+DISK = "gateway disk"
+VERSIONS = (1, 2)
+LABELS = ("stable", "canary")
 BROKEN_NUMBER: Final = -1
 Response = httpx.Response | httpx.HTTPError
 
@@ -108,7 +110,8 @@ def pause(target: str) -> Row:
     def send(number: int, fleet: Fleet) -> None:
         fleet.processes[target].signal(number)
 
-    stop, go_on = partial(send, signal.SIGSTOP), partial(send, signal.SIGCONT)
+    stop = partial(send, signal.SIGSTOP)
+    go_on = partial(send, signal.SIGCONT)
     return last(f"pause {target}", target, 5, stop, go_on)
 
 
@@ -160,7 +163,9 @@ def call(
     """A call of one of the gateways."""
 
     def draw_call(draw: Draw) -> Action:
-        model, version, label = draw.choice(models), draw.choice(VERSIONS), draw.choice(LABELS)
+        model = draw.choice(models)
+        version = draw.choice(VERSIONS)
+        label = draw.choice(LABELS)
         details = Details(model, version, label, draw.randrange(1, 10_000))
         gateway = draw.choice(gateways)
 
@@ -219,7 +224,8 @@ MODEL = "/v1/models/{model}"
 VERSION = MODEL + "/versions/{version}"
 LABEL = MODEL + "/labels/{label}"
 INFER = MODEL + "/infer"
-CORDON, UNCORDON = "/v1/replicas/{first}/cordon", "/v1/replicas/{first}/uncordon"
+CORDON = "/v1/replicas/{first}/cordon"
+UNCORDON = "/v1/replicas/{first}/uncordon"
 
 CHANGES: Final[list[Row]] = [
     call("load", "POST", LOAD, world.load),

@@ -14,7 +14,8 @@ from tests.chaos.world import STEPS, Answer, Outcome
 from tests.support.errors import INTERNALS
 
 RIVAL: Final = "another change of the model"
-REPLICA, GATEWAY = "replica", "gateway"
+REPLICA = "replica"
+GATEWAY = "gateway"
 # Code → the beginnings of the causes that excuse it. Without any, it must follow from the world.
 EXCUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "STATE_UNAVAILABLE": (REDIS,),

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 # The changed models; the model of the background; one that is loaded on demand; one that comes and goes in
 # the models file.
 MODELS = ("a", "b")
-STEADY, LAZY, EXTRA = "steady", "lazy", "extra"
+STEADY = "steady"
+LAZY = "lazy"
+EXTRA = "extra"
 EXTRA_KEY = BOTH
 REPLICAS = ("replica 0", "replica 1", "replica 2")
 GATEWAYS = ("gateway 0", "gateway 1")

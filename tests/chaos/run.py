@@ -168,7 +168,8 @@ class Run:
         actions: dict[str, list[str]] = {}
         while since is None or time.monotonic() - since < hold_s:
             if self._restart_crashed(began):
-                began, since = time.monotonic(), None
+                began = time.monotonic()
+                since = None
             now = time.monotonic()
             differences: list[list[str]] = []
             for world in possible:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import permutations
 
-LOADED, UNLOADED, NO_WISH = "loaded", "unloaded", ""  # as in `GET /v1/models`
+LOADED = "loaded"
+UNLOADED = "unloaded"
+NO_WISH = ""  # as in `GET /v1/models`
 # Two ensembles, which share a step. Only loads and unloads change these models.
 STEPS: Mapping[str, tuple[str, ...]] = {
     "pair": ("left", "right"),

@@ -11,7 +11,8 @@ from tests.support.manifests import Resource
 
 TRITON_PORT: Final = 8000
 ENDED: Final = ("Failed", "Succeeded")
-READY, UP = "READY", "UP"
+READY = "READY"
+UP = "UP"
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class GatewayView:
-    """What one gateway says of itself and of the fleet; without keys, it does not describe the fleet."""
+    """What one gateway says of itself and of the fleet."""
 
     pod: str
     readiness: Answer
-    replicas: Answer | None
+    replicas: Answer
 
 
 def find_pod_differences(workloads: Sequence[Resource], pods: Sequence[Resource]) -> Iterator[str]:
@@ -63,8 +64,6 @@ def find_fleet_differences(
     for view in views:
         if view.readiness.status != 200:
             yield f"{view.pod} is not ready: {view.readiness.status} {view.readiness.body}"
-        if view.replicas is None:
-            continue
         if view.replicas.status != 200:
             yield f"{view.pod} does not list replicas: {view.replicas.status} {view.replicas.body}"
             continue
@@ -85,12 +84,3 @@ def find_spread_differences(name: str, pods: Sequence[Resource]) -> Iterator[str
     nodes = sorted(pod["spec"]["nodeName"] for pod in pods)
     if len(set(nodes)) < len(nodes):
         yield f"the pods of {name} are not spread: {', '.join(nodes)}"
-
-
-def is_ready(pod: Resource) -> bool:
-    conditions = pod["status"].get("conditions", [])
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def count_restarts(pod: Resource) -> int:
-    return sum(each["restartCount"] for each in pod["status"].get("containerStatuses", []))

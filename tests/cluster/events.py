@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tests.cluster.desired import count_restarts, find_spread_differences
-from tests.cluster.kubectl import ANY, ClusterError, run_command
-from tests.cluster.resources import (
-    CHANGING,
-    GATEWAY,
-    REDIS,
-    RUN_LABEL,
-    TRITON,
-    build_keys_secret,
-    format_keys,
-)
+from tests.cluster.desired import find_spread_differences
+from tests.cluster.kubectl import ClusterError, run_command
+from tests.cluster.resources import GATEWAY, REDIS, RUN_LABEL, TRITON
 from tests.cluster.scene import Obstacle, Scene
 from tests.cluster.verdict import Losses
 from tests.support.helm import CHART
-from tests.support.keys import BOTH, bearer
-from tests.support.manifests import Resource, quantity
+from tests.support.manifests import Resource
 
 AWAY_S: Final = 60.0  # Redis and CoreDNS
 NODE_DOWN_S: Final = 30.0
-CHANGE_PAUSE_S: Final = 2.0
-# What a gateway and a Triton are until a probe notices that they are stopped.
-GATEWAY_UNNOTICED_S: Final = 10.0
-TRITON_UNNOTICED_S: Final = 5.0
-CONTAINERS: Final = {GATEWAY: "gateway", TRITON: "triton"}
-NEW_KEY: Final = BOTH
-# Programs that run in a container: Python is in every image.
-TAKE_MEMORY = "parts = [bytes([1]) * 2**26 for _ in range({count})]"
-FILL_DISK = """
-with open("/tmp/full", "wb") as file:
-    for _ in range({count}): file.write(bytes(2**20))
-"""
+UNNOTICED_S: Final = 5.0  # until a probe misses what died
 
 
 @dataclass(frozen=True)
@@ -80,17 +59,6 @@ def scale_up_and_down(*names: str) -> Callable[[Scene], None]:
     return act
 
 
-SCALE_INS: Final = 10
-
-
-def scale_in_and_out(scene: Scene) -> None:
-    """The pod that ends is used by nobody when it gets its signal, each time."""
-    for _ in range(SCALE_INS):
-        for count in (1, 2):
-            scale(scene, f"deployment/{TRITON}", count)
-            scene.wait_for_pods()
-
-
 def choose_pod(scene: Scene, name: str) -> Resource:
     pods = scene.list_pods(name)
     if not pods:
@@ -105,58 +73,6 @@ def delete_pod(name: str, *options: str) -> Callable[[Scene], None]:
             scene.cluster.run("delete", "pod", pod, "--namespace", scene.namespace, *options)
 
     return act
-
-
-def load_during_rollout(scene: Scene) -> None:
-    """Load a model through the API while one of the Tritons is new."""
-    before = {pod["metadata"]["name"] for pod in scene.list_pods(TRITON)}
-    restart(TRITON)(scene)
-
-    def is_replaced() -> bool:
-        return not before >= {pod["metadata"]["name"] for pod in scene.list_pods(TRITON)}
-
-    scene.wait(is_replaced, "the rollout has started no Triton")
-    answer = scene.call("POST", f"/v2/repository/models/{CHANGING}/load")
-    # A replica may leave while it loads: the gateways then finish the load.
-    if answer.status != 200 and "PARTLY_DONE" not in answer.body:
-        raise ClusterError(f"the load was answered with {answer.status} {answer.body}")
-    scene.wishes[CHANGING] = True
-
-
-def add_key(scene: Scene) -> None:
-    """Wait until every gateway accepts a key that was added."""
-    write_keys(scene, format_keys(NEW_KEY))
-
-    def is_accepted() -> bool:
-        answers = scene.ask_gateways("/v1/models", bearer(NEW_KEY))
-        return all(answer.status == 200 for answer in answers)
-
-    scene.wait(is_accepted, "a gateway does not accept the new key")
-
-
-def replace_keys(text: str) -> Callable[[Scene], None]:
-    """Wait until every gateway has rejected a file."""
-
-    def act(scene: Scene) -> None:
-        write_keys(scene, text)
-        is_rejected = partial(has_valid_keys, scene, is_valid=False)
-        scene.wait(is_rejected, "a gateway does not report that the keys file is not valid")
-
-    return act
-
-
-def restore_keys(scene: Scene) -> None:
-    write_keys(scene, format_keys())
-    scene.wait(partial(has_valid_keys, scene), "a gateway does not read the valid keys file")
-
-
-def write_keys(scene: Scene, text: str) -> None:
-    scene.cluster.apply([build_keys_secret(text)], scene.namespace)
-
-
-def has_valid_keys(scene: Scene, *, is_valid: bool = True) -> bool:
-    line = f'gateway_file_valid{{file="keys"}} {int(is_valid)}'
-    return all(line in answer.body for answer in scene.ask_gateways("/metrics"))
 
 
 def choose_node(scene: Scene) -> str:
@@ -194,14 +110,6 @@ def drain_node(scene: Scene) -> None:
     drain(scene, choose_node(scene))
 
 
-def drain_redis_node(scene: Scene) -> None:
-    """Drain the node with Redis, which cannot start elsewhere if its volume is local."""
-    if not scene.list_pods(REDIS):
-        raise Obstacle("the installation has no Redis")
-    list_usable_nodes(scene)
-    drain(scene, choose_pod(scene, REDIS)["spec"]["nodeName"])
-
-
 def drain_and_roll_out_twice(scene: Scene) -> None:
     """Replace all pods while a node is drained, and once more when it is back: they are spread again."""
     drain_node(scene)
@@ -228,22 +136,10 @@ def uncordon_node(scene: Scene) -> None:
         scene.disturbed_node = ""
 
 
-def change_models_without_redis(scene: Scene) -> None:
-    """A change that is refused while Redis is away is never made later."""
+def stop_redis(scene: Scene) -> None:
     scale(scene, f"statefulset/{REDIS}", 0)
     scene.wait(lambda: not scene.list_pods(REDIS), "Redis does not end")
-    ends = time.monotonic() + AWAY_S
-    verbs = ("load", "unload")
-    number = 0
-    while time.monotonic() < ends:
-        verb = verbs[number % len(verbs)]
-        answer = scene.call("POST", f"/v2/repository/models/{CHANGING}/{verb}")
-        if answer.status == 200:
-            scene.wishes[CHANGING] = verb == "load"
-        elif "STATE_UNAVAILABLE" not in answer.body:
-            raise ClusterError(f"the {verb} was answered with {answer.status} {answer.body}")
-        number += 1
-        time.sleep(CHANGE_PAUSE_S)
+    time.sleep(AWAY_S)
 
 
 def start_redis(scene: Scene) -> None:
@@ -285,91 +181,6 @@ def roll_back_chart(scene: Scene) -> None:
 # Faults.
 
 
-def kill(name: str) -> Callable[[Scene], None]:
-    def act(scene: Scene) -> None:
-        pod = choose_pod(scene, name)
-        scene.send_signal(pod, name, signal.SIGKILL)
-        wait_until_noticed(scene, pod)
-
-    return act
-
-
-def stop(name: str) -> Callable[[Scene], None]:
-    """Stop a process, until the liveness probe has it replaced."""
-
-    def act(scene: Scene) -> None:
-        pod = choose_pod(scene, name)
-        scene.send_signal(pod, name, signal.SIGSTOP)
-        wait_until_noticed(scene, pod)
-
-    return act
-
-
-def wait_until_noticed(scene: Scene, pod: Resource) -> None:
-    """Wait until the container was started again, or Kubernetes or a gateway misses what died."""
-    name = pod["metadata"]["name"]
-    before = count_restarts(pod)
-
-    def is_noticed() -> bool:
-        now = count_restarts(scene.cluster.get_object("pod", name, scene.namespace))
-        return now > before or bool(scene.find_pod_differences() or scene.find_fleet_differences())
-
-    scene.wait(is_noticed, f"nothing has noticed the fault of {name}")
-
-
-def exceed_memory(name: str) -> Callable[[Scene], None]:
-    def act(scene: Scene) -> None:
-        pod = choose_pod(scene, name)
-        limit_bytes = quantity(find_container(pod, name)["resources"]["limits"]["memory"])
-        program = TAKE_MEMORY.format(count=int(limit_bytes) // 2**26 + 1)
-        with scene.fault():
-            run_inside(scene, pod, name, program)
-        if find_group_version(scene, pod, name) == 1:
-            raise Obstacle("control groups v1 kill only the process that asks for memory")
-        wait_until_noticed(scene, pod)
-
-    return act
-
-
-def find_group_version(scene: Scene, pod: Resource, name: str) -> int:
-    program = "import os; print(os.path.exists('/sys/fs/cgroup/cgroup.controllers'))"
-    return 1 if "False" in run_inside(scene, pod, name, program) else 2
-
-
-def exceed_storage(name: str) -> Callable[[Scene], None]:
-    """Fill /tmp beyond its limit: the pod is evicted, and another one starts."""
-
-    def act(scene: Scene) -> None:
-        pod = choose_pod(scene, name)
-        (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "tmp")
-        limit_bytes = quantity(volume["emptyDir"]["sizeLimit"])
-        name_of_pod = pod["metadata"]["name"]
-
-        def is_evicted() -> bool:
-            found = scene.cluster.list_objects("pods", scene.namespace)
-            phases = {each["metadata"]["name"]: each["status"]["phase"] for each in found}
-            return phases.get(name_of_pod) in (None, "Failed")
-
-        with scene.fault():
-            run_inside(scene, pod, name, FILL_DISK.format(count=int(limit_bytes) // 2**20 + 64))
-            scene.wait(is_evicted, f"{name_of_pod} was not evicted")
-
-    return act
-
-
-def find_container(pod: Resource, name: str) -> Resource:
-    containers: list[Resource] = pod["spec"]["containers"]
-    return next(each for each in containers if each["name"] == CONTAINERS[name])
-
-
-def run_inside(scene: Scene, pod: Resource, name: str, program: str) -> str:
-    """Return what a Python program prints in a container, which may kill it."""
-    command = ("python3", "-c", program)
-    return scene.cluster.execute(
-        scene.namespace, pod["metadata"]["name"], CONTAINERS[name], *command, accepted=ANY
-    )
-
-
 def lose_node(scene: Scene) -> None:
     if not scene.run.node_down:
         raise Obstacle("no command ends a node: --node-down 'docker kill {node}'")
@@ -401,8 +212,6 @@ def is_node_ready(scene: Scene) -> bool:
 
 
 FORCE: Final = ("--grace-period=0", "--force")
-IN_GATEWAY: Final = Losses.connections_inside
-IN_TRITON: Final = Losses.requests_inside
 
 OVERLAY_EVENTS: Final = (
     Event("rollout of the gateways", restart(GATEWAY)),
@@ -414,31 +223,27 @@ OVERLAY_EVENTS: Final = (
     Event("a node is drained", drain_node, undo=uncordon_node),
     Event("gateways are scaled 2 → 4 → 1 → 2", scale_up_and_down(GATEWAY)),
     Event("Tritons are scaled 2 → 4 → 1 → 2", scale_up_and_down(TRITON)),
-    Event("Tritons are scaled 2 → 1 → 2, ten times", scale_in_and_out),
     Event(
         "all pods are replaced twice after a node is drained",
         drain_and_roll_out_twice,
         undo=uncordon_node,
     ),
-    Event("a model is loaded while the Tritons are replaced", load_during_rollout),
-    Event("a key is added", add_key, undo=restore_keys),
-    Event("the keys become broken YAML", replace_keys("keys: [\n"), undo=restore_keys),
-    Event("the keys become empty", replace_keys(""), undo=restore_keys),
     # Before Redis is stopped: it may then start on another node than that of the load.
-    Event("a node dies", lose_node, IN_GATEWAY, TRITON_UNNOTICED_S, undo=start_node),
-    Event("Redis is away while models change", change_models_without_redis, undo=start_redis),
-    Event("the node with Redis is drained", drain_redis_node, undo=uncordon_node),
+    Event("a node dies", lose_node, Losses.connections_inside, UNNOTICED_S, undo=start_node),
+    Event("Redis is away", stop_redis, undo=start_redis),
     Event("CoreDNS is away", stop_dns, undo=start_dns),
-    Event("a gateway is deleted without grace", delete_pod(GATEWAY, *FORCE), IN_GATEWAY, 5.0),
-    Event("a Triton is deleted without grace", delete_pod(TRITON, *FORCE), IN_TRITON, 5.0),
-    Event("kill -9 of a gateway", kill(GATEWAY), IN_GATEWAY),
-    Event("kill -9 of a Triton", kill(TRITON), IN_TRITON),
-    Event("a gateway stops running", stop(GATEWAY), IN_GATEWAY, GATEWAY_UNNOTICED_S),
-    Event("a Triton stops running", stop(TRITON), IN_TRITON, TRITON_UNNOTICED_S),
-    Event("a gateway exceeds its memory", exceed_memory(GATEWAY), IN_GATEWAY),
-    Event("a Triton exceeds its memory", exceed_memory(TRITON), IN_TRITON),
-    Event("a gateway exceeds its storage", exceed_storage(GATEWAY), IN_GATEWAY),
-    Event("a Triton exceeds its storage", exceed_storage(TRITON), IN_TRITON),
+    Event(
+        "a gateway is deleted without grace",
+        delete_pod(GATEWAY, *FORCE),
+        Losses.connections_inside,
+        UNNOTICED_S,
+    ),
+    Event(
+        "a Triton is deleted without grace",
+        delete_pod(TRITON, *FORCE),
+        Losses.requests_inside,
+        UNNOTICED_S,
+    ),
 )
 CHART_EVENTS: Final = (
     Event("upgrade of the chart", upgrade_chart),

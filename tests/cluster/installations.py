@@ -11,19 +11,7 @@ import yaml
 from tritonclient.grpc import service_pb2
 
 from tests.cluster.kubectl import ClusterError, format_list
-from tests.cluster.resources import (
-    CHANGING,
-    GATEWAY,
-    SECRETS,
-    STREAMING,
-    add_test_models,
-    fit_overlay,
-    list_scalers,
-    list_secrets,
-    read_number_of_tritons,
-    read_small_patches,
-    render_overlay,
-)
+from tests.cluster.resources import GATEWAY, SECRETS, fit_overlay, list_secrets, render_prod
 from tests.cluster.scene import Run
 from tests.support.helm import CHART
 from tests.support.manifests import Resource
@@ -32,7 +20,6 @@ from tests.support.servers import ROOT
 TEXT_MODEL: Final = "text_ensemble"
 DECLARED: Final = ("ensemble", TEXT_MODEL)
 SENTENCE: Final = {"inputs": {"TEXT": "The ship left the harbour at dawn."}}
-STREAM: Final = {"inputs": {"FROM": 5, "SECONDS": 0.2}}
 INFER_TEXT: Final = f"/v1/models/{TEXT_MODEL}/infer"
 IMAGE: Final = ROOT / "docs" / "images" / "seven.png"
 
@@ -77,20 +64,9 @@ LOAD: Final[Sequence[Mapping[str, Any]]] = (
         "rate": 2,
     },
 )
-STREAMS: Final[Sequence[Mapping[str, Any]]] = (
-    {
-        "kind": "stream",
-        "path": f"/v1/models/{STREAMING}/infer",
-        "json": STREAM,
-        "is_stream": True,
-        "rate": 4,
-    },
-)
 TEXT_STREAMS: Final[Sequence[Mapping[str, Any]]] = (
     {"kind": "stream", "path": INFER_TEXT, "json": SENTENCE, "is_stream": True, "rate": 4},
 )
-# More than the Tritons of one target of KEDA have at a time.
-MANY_STREAMS: Final = tuple({**each, "rate": 24, "most": 24} for each in STREAMS)
 # What an installation may leave behind: the user's Secrets, the claim of Redis, and Kubernetes' own objects.
 KINDS: Final = (
     "deployments,statefulsets,pods,services,networkpolicies,poddisruptionbudgets,configmaps"
@@ -99,18 +75,15 @@ OWN_CONFIG_MAPS: Final = ("kube-root-ca.crt", "openshift-service-ca.crt")
 
 
 class Installation:
-    """Objects of `kubectl apply`, or a release of the chart."""
+    """Two gateways with keys and a Redis before two Tritons, as objects or as a release of the chart."""
 
-    has_keys = True
-    # The autoscaler starts the second one.
-    gateways = 2
-    load: Sequence[Mapping[str, Any]] = ()
+    name = ""
+    load: Final = (*LOAD, *TEXT_STREAMS)
+    wishes: Final = dict.fromkeys(DECLARED, True)
 
-    def __init__(self, run: Run, name: str) -> None:
-        self.name = name
-        self.namespace = run.find_namespace(name)
+    def __init__(self, run: Run) -> None:
+        self.namespace = run.find_namespace(self.name)
         self.run = run
-        self.wishes: Mapping[str, bool] = dict.fromkeys(DECLARED, True)
 
     def install(self) -> None:
         raise NotImplementedError
@@ -146,17 +119,18 @@ class Installation:
             raise ClusterError(f"left after uninstalling: {', '.join(left)}")
         secrets = self.run.cluster.list_objects("secrets", self.namespace)
         kept = {each["metadata"]["name"] for each in secrets}
-        if self.has_keys and not kept >= set(SECRETS):
+        if not kept >= set(SECRETS):
             raise ClusterError(f"uninstalling deleted {', '.join(sorted(set(SECRETS) - kept))}")
 
 
-class OverlayInstallation(Installation):
-    components: Sequence[str] = ("cpu-only",)
+class Prod(Installation):
+    """The overlay, with what the page tells the owner of small nodes to add to it."""
+
+    name = "prod"
 
     def install(self) -> None:
-        if self.has_keys:
-            self.run.cluster.apply(list_secrets(), self.namespace)
-        self.run.cluster.apply(self.list_objects(), self.namespace)
+        self.run.cluster.apply(list_secrets(), self.namespace)
+        self.apply_again()
 
     def apply_again(self) -> None:
         self.run.cluster.apply(self.list_objects(), self.namespace)
@@ -166,80 +140,15 @@ class OverlayInstallation(Installation):
         words = ("delete", "--namespace", self.namespace, "--filename", "-", "--cascade=foreground")
         self.run.cluster.run(*words, stdin=text, timeout_s=300)
 
-    def render_all(self, overlay: str) -> list[Resource]:
-        return render_overlay(overlay, self.namespace, self.components, self.find_changes(overlay))
-
-    def find_changes(self, overlay: str) -> Mapping[str, Any]:
-        """Return what the page tells the owner of small nodes to add to the overlay."""
-        return read_small_patches() if overlay == "prod" else {}
-
-    def render(self, overlay: str) -> list[Resource]:
+    def list_objects(self) -> list[Resource]:
         kinds = self.run.cluster.list_kinds()
-        return fit_overlay(self.render_all(overlay), kinds, self.run.images, self.run.name)
-
-
-class Dev(OverlayInstallation):
-    """One gateway without keys before one Triton."""
-
-    has_keys = False
-    gateways = 1
-    load = (*LOAD, *TEXT_STREAMS)
-    components = ()
-
-    def list_objects(self) -> list[Resource]:
-        return self.render("dev")
-
-
-class Prod(OverlayInstallation):
-    """Two gateways with keys and a Redis before two Tritons, which also have models of the test."""
-
-    load = (*LOAD, *STREAMS)
-
-    def __init__(self, run: Run, name: str) -> None:
-        super().__init__(run, name)
-        self.wishes = {**self.wishes, STREAMING: True, CHANGING: False}
-
-    def find_changes(self, overlay: str) -> Mapping[str, Any]:
-        return {**super().find_changes(overlay), **read_number_of_tritons()}
-
-    def list_objects(self) -> list[Resource]:
-        return add_test_models(self.render("prod"))
-
-
-class Zero(OverlayInstallation):
-    """Tritons that KEDA starts with the first request, in a namespace with another name.
-
-    There is one gateway, which KEDA asks: Prometheus, which would know the demand of several, is not there.
-    """
-
-    components = ("cpu-only", "keda-zero")
-
-    def find_changes(self, overlay: str) -> Mapping[str, Any]:
-        changes = super().find_changes(overlay)
-        target = {"kind": "HorizontalPodAutoscaler", "name": GATEWAY}
-        limits = [
-            {"op": "replace", "path": f"/spec/{name}", "value": 1}
-            for name in ("minReplicas", "maxReplicas")
-        ]
-        single = {"target": target, "patch": json.dumps(limits)}
-        return {**changes, "patches": [*changes["patches"], single]}
-
-    def install(self) -> None:
-        """Install all but the ScaledObject."""
-        self.run.cluster.apply(list_secrets(), self.namespace)
-        self.run.cluster.apply(add_test_models(self.render("prod")), self.namespace)
-
-    def start_scaling(self) -> None:
-        self.run.cluster.apply(list_scalers(self.namespace), self.namespace)
-
-    def list_objects(self) -> list[Resource]:
-        return [*add_test_models(self.render("prod")), *list_scalers(self.namespace)]
+        return fit_overlay(render_prod(self.namespace), kinds, self.run.images, self.run.name)
 
 
 class Chart(Installation):
-    """The same numbers from the chart, with its own models."""
+    """The same numbers from the chart."""
 
-    load = (*LOAD, *TEXT_STREAMS)
+    name = "chart"
 
     def install(self) -> None:
         self.run.cluster.apply(list_secrets(), self.namespace)

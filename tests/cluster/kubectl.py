@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
-from collections.abc import Container, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Resource
 
 TIMEOUT_S: Final = 120.0
-ANY: Final = range(-64, 256)  # exit status; negative: the number of a signal
 
 
 class ClusterError(Exception):
@@ -32,8 +29,6 @@ def run_command(
     stdin: str = "",
     timeout_s: float = TIMEOUT_S,
     accepted: Container[int] = (0,),
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Return what a command prints. Raises `ClusterError` for another exit status than the accepted ones."""
     try:
@@ -43,8 +38,6 @@ def run_command(
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            cwd=folder,
-            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{' '.join(command)}: not done after {timeout_s:g} s") from None
@@ -59,11 +52,6 @@ class Cluster:
     def __init__(self, context: str) -> None:
         self._kubectl = (find_program("kubectl"), "--context", context)
         self._helm = (find_program("helm"), "--kube-context", context)
-
-    def write_programs(self, folder: Path) -> None:
-        """Write kubectl and helm as programs that use the context."""
-        for name, words in (("kubectl", self._kubectl), ("helm", self._helm)):
-            write_program(folder / name, f'exec {shlex.join(words)} "$@"')
 
     def run(self, *arguments: str, **options: Any) -> str:
         return run_command([*self._kubectl, *arguments], **options)
@@ -100,24 +88,6 @@ class Cluster:
         """Return the kinds of objects that the cluster knows."""
         lines = self.run("api-resources", "--no-headers").splitlines()
         return {line.split()[-1] for line in lines if line.strip()}
-
-    def follow_log(
-        self, namespace: str, pod: str, container: str, path: str
-    ) -> subprocess.Popen[bytes]:
-        """Start to write the log of a container to a file, until it ends."""
-        words = ("logs", "--follow", "--namespace", namespace, pod, "--container", container)
-        with open(path, "wb") as file:  # noqa: PTH123 — the path is text
-            return subprocess.Popen(
-                [*self._kubectl, *words],
-                stdout=file,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-
-def write_program(path: Path, script: str) -> None:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 def format_list(resources: Sequence[Resource]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,16 +12,15 @@ from typing import Any, Final
 from tests.cluster import desired
 from tests.cluster.desired import Answer, GatewayView
 from tests.cluster.kubectl import TIMEOUT_S, Cluster, ClusterError
-from tests.cluster.resources import (
-    GATEWAY,
-    PROGRAMS,
-    REDIS,
-    TRITON,
-    build_agent,
-    build_config_map,
-    build_pod,
+from tests.cluster.resources import GATEWAY, PROGRAMS, REDIS, TRITON, build_config_map, build_pod
+from tests.cluster.verdict import (
+    SETTLE_S,
+    SLOW_S,
+    Record,
+    find_log_faults,
+    find_oldest_request,
+    parse_record,
 )
-from tests.cluster.verdict import SETTLE_S, SLOW_S, Record, find_oldest_request, parse_record
 from tests.support.keys import ADMIN, bearer
 from tests.support.manifests import Resource
 
@@ -32,8 +30,6 @@ CALL_TIMEOUT_S: Final = 300.0  # a request that wakes the first Triton waits for
 GATEWAY_PORT: Final = 8080
 NAME_LABEL: Final = "app.kubernetes.io/name"
 PROGRAM: Final = "/programs/load.py"
-# The program that an event kills or stops, by the name of its pods.
-PROCESSES: Final[Mapping[str, str]] = {GATEWAY: "triton-gateway", TRITON: "tritonserver"}
 
 
 class Obstacle(Exception):
@@ -77,8 +73,6 @@ class Scene:
         run: Run,
         namespace: str,
         wishes: Mapping[str, bool],
-        *,
-        has_keys: bool = True,
     ) -> None:
         self.cluster = run.cluster
         self.run = run
@@ -90,7 +84,7 @@ class Scene:
         self.dns_replicas = 0
         self._tools_namespace = run.tools_namespace
         self._image = run.images["gateway"]
-        self._headers = bearer(ADMIN) if has_keys else {}
+        self._headers = bearer(ADMIN)
         self._load_pod = f"load-{namespace}"
 
     # The load.
@@ -189,12 +183,6 @@ class Scene:
         request = {"method": method, "url": self.url + path, "headers": self._headers, "json": json}
         return self.ask([{**request, "timeout": CALL_TIMEOUT_S}], timeout_s=CALL_TIMEOUT_S + 30)[0]
 
-    def ask_gateways(self, path: str, headers: Mapping[str, str] | None = None) -> list[Answer]:
-        """Ask each gateway, at the address of its pod."""
-        given = self._headers if headers is None else headers
-        urls = [build_pod_url(pod) + path for pod in self.list_pods(GATEWAY)]
-        return self.ask([{"method": "GET", "url": url, "headers": given} for url in urls])
-
     # Pods.
 
     def list_pods(self, name: str) -> list[Resource]:
@@ -207,21 +195,6 @@ class Scene:
             and pod["status"].get("phase") == "Running"
             and pod["status"].get("podIP")
         ]
-
-    def send_signal(self, pod: Resource, name: str, number: signal.Signals) -> None:
-        """Send a signal to the main process of a pod, from a pod on the same node."""
-        agent = build_agent(pod["spec"]["nodeName"], self._image)
-        agent_name = agent["metadata"]["name"]
-        programs = build_config_map("programs", sorted(PROGRAMS.glob("*.py")))
-        try:
-            self.cluster.apply([programs, agent], self._tools_namespace)
-            self._wait_for_tool(agent_name)
-        except ClusterError as exc:
-            raise Obstacle(f"no pod with hostPID can be started: {exc}") from None
-        command = ("python3", "/programs/send_signal.py", pod["metadata"]["uid"])
-        words = (*command, PROCESSES[name], str(int(number)))
-        with self.fault():
-            self.cluster.execute(self._tools_namespace, agent_name, "main", *words)
 
     def _wait_for_tool(self, pod: str) -> None:
         words = ("wait", "--for=condition=Ready", f"pod/{pod}", "--timeout=120s")
@@ -243,6 +216,11 @@ class Scene:
             return bool(condition())
         except ClusterError:
             return False
+
+    def find_log_faults(self) -> list[str]:
+        """Return the faults in the logs of the gateways that run."""
+        words = ("logs", "--namespace", self.namespace, "--selector", f"{NAME_LABEL}={GATEWAY}")
+        return find_log_faults(self.cluster.run(*words, "--prefix", "--tail=-1"))
 
     def find_pod_differences(self) -> list[str]:
         workloads = self.cluster.list_objects("deployments,statefulsets", self.namespace)
@@ -267,7 +245,7 @@ class Scene:
         answers = self.ask(requests)
         names = [pod["metadata"]["name"] for pod in pods]
         views = [
-            GatewayView(name, readiness, replicas if self._headers else None)
+            GatewayView(name, readiness, replicas)
             for name, readiness, replicas in zip(names, answers[::2], answers[1::2], strict=True)
         ]
         tritons = [pod["status"]["podIP"] for pod in self.list_pods(TRITON)]

@@ -200,10 +200,10 @@ def format_violations(outcomes: Sequence[Outcome]) -> str:
 LOG_FAULTS: Final = ("Traceback (most recent call last)", *FAULTS)
 
 
-def find_log_faults(name: str, text: str) -> list[str]:
+def find_log_faults(text: str) -> list[str]:
     """Return a sentence for each fault that a log shows, with the line."""
     return [
-        f"the log of {name} has: {line.strip()[:MOST_REASON_CHARACTERS]}"
+        f"a log has: {line.strip()[:MOST_REASON_CHARACTERS]}"
         for line in text.splitlines()
         if any(words in line for words in LOG_FAULTS)
     ]

@@ -200,7 +200,9 @@ def select(names: set[str], patterns: Sequence[str]) -> set[str]:
 def copy_core(folder: Path) -> None:
     """Copy the package and the tests without the capabilities; the other files are links."""
     copy_without(NAMES, folder)
-    left_out = shutil.ignore_patterns("__pycache__", "node_modules", "capabilities", "project")
+    left_out = shutil.ignore_patterns(
+        "__pycache__", "node_modules", "attacks", "capabilities", "project"
+    )
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=left_out)
     for path in ROOT.iterdir():
         if path.name not in ("gateway", "tests") and not path.name.startswith("."):
@@ -230,7 +232,7 @@ def test_core_without_capabilities_passes_its_unit_tests(tmp_path: Path) -> None
     assert re.search(r"^\d{4,} passed", run.stdout, re.MULTILINE), run.stdout
 
 
-def test_settings_of_a_capability_are_checked_with_those_of_the_core(
+def test_settings_of_a_capability_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GATEWAY_GRPC_PORT", "9001")
@@ -254,7 +256,7 @@ def test_gateway_without_capabilities_passes_the_type_checker(tmp_path: Path) ->
     assert checked.returncode == 0, checked.stdout
 
 
-def test_of_capabilities_that_are_switched_off_only_the_light_modules_are_imported() -> None:
+def test_only_light_modules_of_disabled_capabilities_are_imported() -> None:
     program = (
         "import sys; from gateway.app import create_app; from gateway.config.settings import Settings;"
         "create_app(Settings(state='memory:'));"

@@ -8,61 +8,33 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.cluster.events import CHART_EVENTS, CONTAINERS, OVERLAY_EVENTS
-from tests.cluster.installations import DECLARED, LOAD, TEXT_STREAMS, build_values
+from tests.cluster.installations import LOAD, TEXT_STREAMS, build_values
 from tests.cluster.kubectl import ClusterError, connect
 from tests.cluster.resources import (
     IMAGES,
     PROGRAMS,
-    RUN_LABEL,
-    STREAMING,
-    add_test_models,
-    build_agent,
     build_namespace,
     build_pod,
     fit_overlay,
-    list_scalers,
     list_secrets,
     list_templates,
-    read_number_of_tritons,
-    read_small_patches,
-    render_overlay,
+    render_prod,
 )
-from tests.cluster.verdict import (
-    Losses,
-    Outcome,
-    find_oldest_request,
-    find_violations,
-    parse_record,
-)
+from tests.cluster.verdict import Failure, Losses, Outcome, Record, find_violations, parse_record
 from tests.support.helm import render_chart
 from tests.support.kubernetes_schemas import KUBERNETES, complaints
-from tests.support.load import LOG_WARNINGS
-from tests.support.manifests import Manifests, Resource, containers
-from tests.support.missing import find_program
-from tests.support.scheduler import Pod, make_small_nodes, schedule
-from tests.support.servers import ROOT, GatewayProcess, free_ports, gateway
+from tests.support.manifests import Manifests, containers
+from tests.support.servers import ROOT, GatewayProcess, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
 LOAD_PROGRAM = PROGRAMS / "load.py"
 OWN_IMAGES = {role: f"mirror.example/{name}:test" for role, name in IMAGES.items()}
-BUILT_IN = {
-    "ConfigMap",
-    "Deployment",
-    "HorizontalPodAutoscaler",
-    "Namespace",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "Service",
-    "ServiceAccount",
-    "StatefulSet",
-}
 
 
 def test_load_sees_what_a_killed_gateway_costs(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
@@ -120,114 +92,43 @@ def is_answered(path: Path, after: float) -> bool:
     return len(answered) == len(LOAD) + 1 and all(answered.values())
 
 
-def test_load_goes_on_and_says_which_requests_are_slow(
-    demo_triton: EmbeddedTriton, tmp_path: Path
+BEFORE = 95.0
+FAULT_ENDED = 100.0
+AFTER = 105.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "connected", "began", "is_allowed"),
+    [
+        (Losses.none, BEFORE, BEFORE, False),
+        (Losses.requests_inside, BEFORE, BEFORE, True),
+        (Losses.requests_inside, BEFORE, AFTER, False),
+        (Losses.connections_inside, BEFORE, AFTER, True),
+        (Losses.connections_inside, AFTER, AFTER, False),
+    ],
+)
+def test_request_may_fail_only_inside_what_died(
+    losses: Losses, connected: float, began: float, is_allowed: bool
 ) -> None:
-    """While a request waits, the next ones are sent: a stall is as many slow requests as it has seconds."""
-    with gateway(demo_triton.options.url, **LOG_WARNINGS) as (client, command):
-        settings = tmp_path / "load.json"
-        load = {
-            "url": str(client.base_url).rstrip("/"),
-            "grpc": "",
-            "headers": {},
-            "requests": LOAD[:1],
-            "slow_s": 1.0,
-        }
-        settings.write_text(json.dumps(load))
-        output = tmp_path / "lines"
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, str(LOAD_PROGRAM), "send", str(settings)], stdout=file
-            )
-        try:
-            wait_until(lambda: '"unary": 8' in output.read_text())
-            os.kill(command.pid, signal.SIGSTOP)
-            wait_until(lambda: has_stalled(output, 2.5))
-            os.kill(command.pid, signal.SIGCONT)
-            continued = time.time()
-            wait_until(lambda: is_caught_up(output, after=continued))
-        finally:
-            os.kill(command.pid, signal.SIGCONT)
-            process.terminate()
-            process.wait(TIMEOUT_S)
-    record = parse_record(read_lines(output), 0.0, time.time())
-    assert not record.failures
-    assert len(record.slow) > 4
-    assert record.longest_s > 2
-    (violation,) = find_violations(Outcome("a stall", Losses.none, record))
-    assert violation.startswith(f"{len(record.slow)} requests were slow: ")
+    failure = Failure("unary", connected, began, began + 1, "502")
+    record = Record(Counter(unary=1), (failure,))
+    outcome = Outcome("an event", losses, record, fault_ended=FAULT_ENDED)
+    assert bool(find_violations(outcome)) != is_allowed
 
 
-def has_stalled(path: Path, least_s: float) -> bool:
-    counts = [line for line in map(json.loads, read_lines(path)) if "oldest" in line]
-    return any(line["at"] - line["oldest"] > least_s for line in counts)
-
-
-def is_caught_up(path: Path, after: float) -> bool:
-    """Return whether no request is in progress that began before this time."""
-    oldest = [find_oldest_request(line) for line in read_lines(path)]
-    return any(each is not None and each > after for each in oldest)
-
-
-def render_installation(overlay: str, *components: str) -> list[Resource]:
-    changes = {**read_small_patches(), **read_number_of_tritons()} if overlay == "prod" else {}
-    return render_overlay(overlay, "another-name", components, changes)
-
-
-@pytest.mark.parametrize(("overlay", "components"), [("dev", ()), ("prod", ("cpu-only",))])
-def test_overlay_fits_into_a_small_cluster(overlay: str, components: tuple[str, ...]) -> None:
-    rendered = render_installation(overlay, *components)
-    resources = fit_overlay(rendered, BUILT_IN, OWN_IMAGES, "run")
-    if overlay == "prod":
-        resources = add_test_models(resources)
-        resources += list_secrets()
-    for version in KUBERNETES:
-        assert not [each for resource in resources for each in complaints(resource, version)]
-    assert {each["kind"] for each in resources} <= BUILT_IN | {"Secret"}
-    assert "Namespace" not in {each["kind"] for each in resources}
-    text = json.dumps(resources)
+def test_objects_of_the_test_fit_a_small_cluster() -> None:
+    kinds = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "Service"}
+    kinds |= {"PodDisruptionBudget", "ServiceAccount", "StatefulSet"}
+    fitted = fit_overlay(render_prod("another-name"), kinds, OWN_IMAGES, "run")
+    assert {each["kind"] for each in fitted} == kinds
+    own = [build_pod("load", "image", ("python3",), "programs"), build_namespace("tools", "run")]
+    objects = [*fitted, *list_secrets(), *own]
+    assert [found for each in objects for found in complaints(each, KUBERNETES[-1])] == []
+    text = json.dumps(fitted)
     assert "nvidia.com/gpu" not in text
-    assert "registry.example.com" not in text
-    for template in list_templates(resources):
-        assert template["metadata"]["labels"][RUN_LABEL] == "run"
-        for container in containers(template["spec"]):
-            assert container["image"] in OWN_IMAGES.values()
-    made = Manifests(overlay, tuple(resources))
-    # The numbers of pods and what they request are those of the manifests and of the page.
-    assert "replicas" not in made.get("Deployment", "triton-gateway")["spec"] or overlay == "dev"
-    assert made.get("Deployment", "triton")["spec"]["replicas"] == (1 if overlay == "dev" else 2)
-    assert [each["spec"]["minReplicas"] for each in made.kind("HorizontalPodAutoscaler")] == (
-        [] if overlay == "dev" else [2]
-    )
-    nodes = make_small_nodes()
-    pods = {each["metadata"]["name"]: Pod.of(each) for each in made.workloads}
-    schedule([pods["triton"], pods["triton-gateway"]] * 2, nodes)
-    for name, container_name in CONTAINERS.items():
-        names = [container["name"] for container in made.pod(name)["containers"]]
-        assert container_name in names
-        assert "tmp" in [volume["name"] for volume in made.pod(name)["volumes"]]
-
-
-def test_models_of_the_load_are_declared_and_loaded_at_the_start() -> None:
-    rendered = render_installation("prod", "cpu-only")
-    resources = add_test_models(fit_overlay(rendered, BUILT_IN, OWN_IMAGES, "run"))
-    made = Manifests("prod", tuple(resources))
-    declared = yaml.safe_load(made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"])
-    assert set(declared["models"]) == {*DECLARED, STREAMING}
-    (container,) = made.pod("triton")["containers"]
-    assert container["args"][-2:] == ["--load", STREAMING]
-
-
-def test_scaler_without_prometheus_is_the_documented_one_in_its_namespace() -> None:
-    authentication, scaled = list_scalers("another-name")
-    (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["type"] == "metrics-api"
-    assert trigger["metadata"]["url"] == "http://triton-gateway.another-name.svc/metrics"
-    assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
-    (reference,) = authentication["spec"]["secretTargetRef"]
-    names = {each["metadata"]["name"]: each.get("stringData", {}) for each in list_secrets()}
-    assert reference["key"] in names[reference["name"]]
-    assert scaled["spec"]["minReplicaCount"] == 0
+    images = [each["image"] for one in list_templates(fitted) for each in containers(one["spec"])]
+    assert set(images) == set(OWN_IMAGES.values())
+    assert Manifests("prod", tuple(fitted)).get("Deployment", "triton")["spec"]["replicas"] == 2
 
 
 def test_chart_takes_the_values_of_a_small_cluster() -> None:
@@ -241,48 +142,6 @@ def test_chart_takes_the_values_of_a_small_cluster() -> None:
     assert made.get("Deployment", "triton")["spec"]["replicas"] == 2
     (scaler,) = made.kind("HorizontalPodAutoscaler")
     assert scaler["spec"]["minReplicas"] == 2
-
-
-def test_page_names_every_event() -> None:
-    page = (ROOT / "docs/contribute/verification.md").read_text()
-    assert not [each.name for each in (*OVERLAY_EVENTS, *CHART_EVENTS) if each.name not in page]
-
-
-def test_drained_node_gets_pods_again_before_it_can_die() -> None:
-    """With two nodes for pods, the other one has Redis and the load."""
-    names = [each.name for each in OVERLAY_EVENTS]
-    between = names[names.index("a node is drained") : names.index("a node dies")]
-    assert {"gateways are scaled 2 → 4 → 1 → 2", "Tritons are scaled 2 → 4 → 1 → 2"} <= {*between}
-
-
-def test_pods_of_the_tools_fit_the_schemas() -> None:
-    load = build_pod("load", "image", ("python3",), "programs")
-    agent = build_agent("node-1.example", "image")
-    for resource in (load, agent, build_namespace("tools", "run", is_restricted=False)):
-        for version in KUBERNETES:
-            assert not complaints(resource, version)
-
-
-def test_signal_reaches_the_program_of_a_pod_alone(tmp_path: Path) -> None:
-    """A pod is recognized by its control group: here, any part of the path."""
-    names = ("of-the-pod", "of-another-program")
-    for name in names:
-        (tmp_path / name).symlink_to(find_program("sleep", "coreutils"))
-    processes = [subprocess.Popen([tmp_path / name, "600"]) for name in names]
-    try:
-        first, second = processes
-        group = Path(f"/proc/{first.pid}/cgroup").read_text().splitlines()[0]
-        send = [sys.executable, str(PROGRAMS / "send_signal.py")]
-        subprocess.run([*send, group, names[0], str(int(signal.SIGKILL))], check=True)
-        assert first.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert second.poll() is None
-        ended = subprocess.run([*send, "no-such-pod", names[1], "9"], capture_output=True)
-        assert ended.returncode == 1
-        assert b"no process of-another-program of pod no-such-pod" in ended.stderr
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(TIMEOUT_S)
 
 
 # Answers as a cluster without objects, and does not end when it is asked for the kinds of objects.
@@ -332,10 +191,8 @@ def test_namespaces_are_removed_after_ctrl_c(kubectl_calls: Path, tmp_path: Path
     assert last.startswith("--context kind-test delete namespace triton-gateway-test-")
     created = {word for word in last.split() if word.startswith("triton-gateway-test-")}
     assert {name.rpartition("-")[2] for name in created} == {
-        "dev",
         "prod",
         "chart",
-        "zero",
         "tools",
     }
     assert printed.splitlines()[-1] == "interrupted"

@@ -53,7 +53,7 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
-def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(built: Path) -> None:
+def test_wheel_has_its_metadata_and_the_demonstration(built: Path) -> None:
     with zipfile.ZipFile(built / WHEEL) as wheel:
         names = set(wheel.namelist())
         folder = f"triton_gateway-{__version__}.dist-info"
@@ -119,7 +119,7 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Command]:
         assert not list(empty.iterdir())
 
 
-def test_installed_wheel_serves_the_demonstration_without_a_checkout(installed: Command) -> None:
+def test_installed_wheel_serves_without_a_checkout(installed: Command) -> None:
     line = next(line for line in installed.lines if "ready after" in line)
     url = line.partition("on ")[2].split()[0]
     for document in ("use/page.md", "page.png"):

@@ -13,7 +13,7 @@ from gateway.callers import CallerLimits
 from gateway.repository.models_file import parse_models_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
-from tests.support.manifests import Manifests, Resource, containers
+from tests.support.manifests import Manifests
 
 ENABLED: Values = {"enabled": True}
 REMOTE = {
@@ -23,126 +23,135 @@ REMOTE = {
 }
 
 
-def triton(made: Manifests) -> Resource:
-    (container,) = made.pod("triton")["containers"]
-    return dict(container)
+TRITON = "Deployment/triton/spec/template/spec"
+CONTAINER = f"{TRITON}/containers/0"
+GATEWAY = "Deployment/triton-gateway/spec/template/spec"
+CLAIM = {"type": "pvc", "claimName": "models", "subPath": "prod"}
+IDENTITY = {"iam.gke.io/gcp-service-account": "models@project.iam.gserviceaccount.com"}
+PLACEMENT: Values = {
+    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "inference",
+}
+SIDECAR = {"name": "proxy", "image": "proxy:1.0"}
+CA = {"name": "ca", "secret": {"secretName": "redis-ca"}}
+MOUNT = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
+ADDITIONS: Values = {
+    "extraContainers": [SIDECAR],
+    "extraInitContainers": [{**SIDECAR, "name": "before"}],
+    "extraVolumes": [CA],
+    "extraVolumeMounts": [MOUNT],
+    "podLabels": {"cost-center": "42"},
+    "runtimeClassName": "gvisor",
+    "serviceAccountAnnotations": {"role": "x"},
+    "image": {"repository": "r.example.com/x", "pullPolicy": "Always"},
+}
+MODELS = ["text_ensemble", {"name": "ensemble", "required": "always"}]
+SIZE = "Ingress/triton-gateway/metadata/annotations/nginx.ingress.kubernetes.io~proxy-body-size"
+INGRESS: Values = {"ingress": ENABLED}
 
 
-def render_triton(**values: Any) -> Manifests:
-    return render_chart({"triton": values})
+def limit_body(count: int) -> Values:
+    return {"gateway": {"settings": {"GATEWAY_MAX_BODY_BYTES": str(count)}}, **INGRESS}
 
 
-@pytest.mark.parametrize("kind", REMOTE)
-def test_triton_reads_a_bucket_with_a_secret_or_a_cloud_identity(kind: str) -> None:
-    repository = {"type": kind, "url": REMOTE[kind], "secretName": "store"}
-    made = render_triton(repository=repository)
-    container = triton(made)
-    assert f"--model-repository={REMOTE[kind]}" in container["args"]
-    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
-    assert made.pod("triton").get("initContainers") is None
-    # Triton copies the models to /tmp.
-    (tmp,) = (each for each in made.pod("triton")["volumes"] if each["name"] == "tmp")
-    assert tmp["emptyDir"] == {"sizeLimit": "10Gi"}
-    policy = made.get("NetworkPolicy", f"triton-to-{kind}")["spec"]
-    assert made.selected(policy["podSelector"]["matchLabels"])[0]["metadata"]["name"] == "triton"
-    opened = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
-    assert opened == {443, 53}
-    # The identity of a cloud replaces the secret.
-    annotations = {"iam.gke.io/gcp-service-account": "models@project.iam.gserviceaccount.com"}
-    repository = {"type": kind, "url": REMOTE[kind]}
-    made = render_triton(repository=repository, serviceAccountAnnotations=annotations)
-    assert "envFrom" not in triton(made)
-    assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == annotations
+def use_gpus(resource: str) -> Values:
+    return {"triton": {"gpu": {"resource": resource, "count": 2}}}
 
 
-def test_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
-    models = ["text_ensemble", {"name": "ensemble", "required": "always"}]
-    made = render_chart({"models": models})
+def mount(claim: Values) -> Values:
+    return {"triton": {"repository": claim}, "redis": ENABLED}
+
+
+# Values, and what stands at some place of the rendered objects, or is one of the items there.
+EFFECTS: list[tuple[Values, str, Any]] = [
+    ({"models": MODELS}, f"{CONTAINER}/args", "--load-model=text_ensemble"),
+    ({"models": MODELS}, f"{CONTAINER}/args", "--load-model=ensemble"),
+    ({"models": MODELS}, f"{CONTAINER}/readinessProbe/exec/command", "ensemble"),
+    (mount(CLAIM), f"{CONTAINER}/args", "--model-repository=/models"),
+    (
+        mount(CLAIM),
+        f"{CONTAINER}/volumeMounts",
+        {"name": "repository", "mountPath": "/models", "subPath": "prod", "readOnly": True},
+    ),
+    (
+        mount(CLAIM),
+        f"{TRITON}/volumes",
+        {"name": "repository", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+    ),
+    (
+        mount({**CLAIM, "uploads": "code"}),
+        f"{GATEWAY}/containers/0/env",
+        {"name": "GATEWAY_MODEL_UPLOADS", "value": "code"},
+    ),
+    (
+        mount({**CLAIM, "uploads": "code"}),
+        f"{GATEWAY}/volumes",
+        {"name": "repository", "persistentVolumeClaim": {"claimName": "models"}},
+    ),
+    *(
+        (use_gpus(name), f"{CONTAINER}/resources/{kind}/{name.replace('/', '~')}", "2")
+        for name in ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.20gb")
+        for kind in ("requests", "limits")  # which must be equal for extended resources
+    ),
+    *(({"triton": PLACEMENT}, f"{TRITON}/{name}", PLACEMENT[name]) for name in PLACEMENT),
+    (INGRESS, SIZE, "16m"),
+    (limit_body(104857600), SIZE, "100m"),
+    (limit_body(1), SIZE, "1m"),
+    *(
+        ({part: ADDITIONS}, f"Deployment/{name}/spec/template/{place}", expected)
+        for part, name in (("gateway", "triton-gateway"), ("triton", "triton"))
+        for place, expected in (
+            ("spec/containers", SIDECAR),
+            ("spec/initContainers/0/name", "before"),
+            ("spec/volumes", CA),
+            ("spec/containers/0/volumeMounts", MOUNT),
+            ("spec/containers/0/imagePullPolicy", "Always"),
+            ("spec/runtimeClassName", "gvisor"),
+            ("metadata/labels/cost-center", "42"),
+        )
+    ),
+]
+
+
+def look_up(made: Manifests, place: str) -> Any:
+    """Return what stands at a place: kind/name/keys, with ~ for the / in a key."""
+    kind, name, *keys = place.split("/")
+    found: Any = made.get(kind, name)
+    for key in keys:
+        found = found[int(key) if isinstance(found, list) else key.replace("~", "/")]
+    return found
+
+
+@pytest.mark.parametrize(("values", "place", "expected"), EFFECTS)
+def test_values_have_their_effect(values: Values, place: str, expected: Any) -> None:
+    found = look_up(render_chart(values), place)
+    assert found == expected or (isinstance(found, list) and expected in found)
+
+
+def test_model_with_a_mark_is_declared_with_it() -> None:
+    made = render_chart({"models": MODELS})
     text = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
     declared = parse_models_file(text)
     assert declared.keys() == {"ensemble", "text_ensemble"}
     assert declared["ensemble"].is_always_required
-    names = ["text_ensemble", "ensemble"]
-    container = triton(made)
-    loaded = [word for word in container["args"] if word.startswith("--load-model=")]
-    assert loaded == [f"--load-model={name}" for name in names]
-    assert container["readinessProbe"]["exec"]["command"][-2:] == names
 
 
-def test_triton_reads_a_folder_of_a_claim() -> None:
-    repository = {"type": "pvc", "claimName": "models", "subPath": "prod"}
-    made = render_triton(repository=repository)
-    container, pod = triton(made), made.pod("triton")
-    assert "--model-repository=/models" in container["args"]
-    (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == "/models")
-    assert (mount["subPath"], mount["readOnly"]) == ("prod", True)
-    (volume,) = (each for each in pod["volumes"] if each["name"] == mount["name"])
-    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
-    assert pod.get("initContainers") is None
-
-
-@pytest.mark.parametrize(
-    "resource", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.20gb", ""]
-)
-def test_requested_gpus_are_those_of_the_values(resource: str) -> None:
-    gpu = {"resource": resource, "count": 2} if resource else {"count": 0}
-    resources = triton(render_triton(gpu=gpu))["resources"]
-    # Kubernetes requires that requests and limits of extended resources are equal.
-    for kind in ("requests", "limits"):
-        extended = {name: count for name, count in resources[kind].items() if "/" in name}
-        assert extended == ({resource: "2"} if resource else {})
-
-
-def test_tritons_are_placed_on_the_nodes_of_the_values_and_pods_are_spread() -> None:
-    placement: Values = {
-        "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
-        "tolerations": [{"key": "gpu", "operator": "Exists"}],
-        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
-        "priorityClassName": "inference",
-    }
-    pod = render_triton(**placement).pod("triton")
-    assert {name: pod[name] for name in placement} == placement
-    made = render_chart()
-    spread = {
-        name: [each["topologyKey"] for each in made.pod(name)["topologySpreadConstraints"]]
-        for name in ("triton", "triton-gateway")
-    }
-    host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
-    assert spread == {"triton": [host], "triton-gateway": [host]}
-    for name in spread:
-        affinity = made.pod(name)["affinity"]["podAntiAffinity"]
-        terms = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
-        weights = {term["podAffinityTerm"]["topologyKey"]: term["weight"] for term in terms}
-        assert weights[host] > weights[zone]
-
-
-def test_labels_addresses_and_namespaces_of_other_programs_are_values() -> None:
-    labels = {"release": "prom", "team": "ml"}
-    monitoring = {**ENABLED, "labels": labels, "keySecretName": "", "namespace": "observability"}
-    address = "http://prometheus.observability.svc:9090"
-    keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address}
-    made = render_chart(
-        {
-            "monitoring": monitoring,
-            "keda": keda,
-            "redis": ENABLED,
-            "networkPolicy": {"dnsPorts": [53, 5353]},  # those of OpenShift
-        },
-        namespace="vision",
-    )
-    for resource in made.kind("PodMonitor", "PrometheusRule"):
-        assert labels.items() <= resource["metadata"]["labels"].items()
-    (monitor,) = made.kind("PodMonitor")
-    assert "authorization" not in monitor["spec"]["podMetricsEndpoints"][0]
-    (scaling,) = made.kind("ScaledObject")
-    metadata = [each["metadata"] for each in scaling["spec"]["triggers"]]
-    assert {each["serverAddress"] for each in metadata} == {address}
-    assert all('namespace="vision"' in each["query"] for each in metadata)
-    egress = made.get("NetworkPolicy", "triton-gateway")["spec"]["egress"]
-    anywhere = {port["port"] for rule in egress if "to" not in rule for port in rule["ports"]}
-    assert anywhere == {53, 5353}
-    ingress = made.get("NetworkPolicy", "triton")["spec"]["ingress"]
-    assert "observability" in str(ingress)
+@pytest.mark.parametrize("kind", REMOTE)
+def test_triton_reads_a_bucket_with_a_secret_or_an_identity(kind: str) -> None:
+    repository = {"type": kind, "url": REMOTE[kind]}
+    made = render_chart({"triton": {"repository": {**repository, "secretName": "store"}}})
+    container = look_up(made, CONTAINER)
+    assert f"--model-repository={REMOTE[kind]}" in container["args"]
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    policy = made.get("NetworkPolicy", f"triton-to-{kind}")["spec"]
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {443, 53}
+    # The identity of a cloud replaces the secret.
+    values = {"repository": repository, "serviceAccountAnnotations": IDENTITY}
+    made = render_chart({"triton": values})
+    assert "envFrom" not in look_up(made, CONTAINER)
+    assert look_up(made, "ServiceAccount/triton/metadata/annotations") == IDENTITY
 
 
 def test_existing_tritons_are_reached_through_the_policy() -> None:
@@ -155,19 +164,6 @@ def test_existing_tritons_are_reached_through_the_policy() -> None:
     (rule,) = (each for each in rules if "to" in each)
     assert rule["to"] == values["triton"]["peers"]
     assert {port["port"] for port in rule["ports"]} == {8000, 8001, 8002}
-
-
-def test_three_nodes_of_the_example_have_one_triton_each() -> None:
-    (example,) = (path for path in EXAMPLES if path.stem == "three-gpu-nodes")
-    made = render_chart(None, "-f", example)
-    deployment = made.get("Deployment", "triton")
-    assert deployment["spec"]["replicas"] == 3
-    # With every GPU in use, a new pod can only start after an old one has stopped.
-    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
-    affinity = made.pod("triton")["affinity"]["podAntiAffinity"]
-    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert term["topologyKey"] == "kubernetes.io/hostname"
-    assert made.selected(term["labelSelector"]["matchLabels"]) == [deployment]
 
 
 def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) -> None:
@@ -192,55 +188,7 @@ def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) 
     assert callers["vision"].limits == CallerLimits(50)
 
 
-def test_size_of_the_ingress_follows_the_setting() -> None:
-    def size(values: Values, annotations: Values | None = None) -> str:
-        ingress = {"enabled": True, "annotations": annotations or {}}
-        (made,) = render_chart({"gateway": {"settings": values}, "ingress": ingress}).kind(
-            "Ingress"
-        )
-        return str(made["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"])
-
-    assert size({}) == "16m"
-    assert size({"GATEWAY_MAX_BODY_BYTES": "104857600"}) == "100m"
-    assert size({"GATEWAY_MAX_BODY_BYTES": "1"}) == "1m"
-    assert size({}, {"nginx.ingress.kubernetes.io/proxy-body-size": "1g"}) == "1g"
-
-
-def test_another_ingress_controller_gets_its_own_paths() -> None:
-    paths = [{"path": "/v1/models", "pathType": "Prefix"}]
-    values = {**ENABLED, "className": "traefik", "paths": paths}
-    (made,) = render_chart({"ingress": values}).kind("Ingress")
-    (rule,) = made["spec"]["rules"]
-    assert [(each["path"], each["pathType"]) for each in rule["http"]["paths"]] == [
-        ("/v1/models", "Prefix")
-    ]
-    assert "nginx.ingress.kubernetes.io/use-regex" not in made["metadata"]["annotations"]
-
-
-def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
-    repository = {"type": "pvc", "claimName": "models", "subPath": "prod", "uploads": "code"}
-    made = render_chart({"triton": {"repository": repository}, "redis": ENABLED})
-    gateway, triton_pod = made.pod("triton-gateway"), made.pod("triton")
-    assert gateway["securityContext"]["fsGroup"] == triton_pod["securityContext"]["fsGroup"]
-    (container,) = gateway["containers"]
-    settings = {each["name"]: each.get("value") for each in container["env"]}
-    assert settings["GATEWAY_REPOSITORY"] == "file:///models"
-    assert settings["GATEWAY_MODEL_UPLOADS"] == "code"
-    (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == "/models")
-    assert (mount["subPath"], mount.get("readOnly")) == ("prod", None)
-    (volume,) = (each for each in gateway["volumes"] if each["name"] == mount["name"])
-    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
-
-
-def test_claim_of_one_node_is_for_one_triton_that_stops_before_the_next() -> None:
-    made = render_triton(
-        repository={"type": "pvc", "claimName": "models", "accessMode": "ReadWriteOnce"},
-        rollingUpdate={"maxUnavailable": 1, "maxSurge": 0},
-    )
-    assert made.get("Deployment", "triton")["spec"]["replicas"] == 1
-
-
-def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
+def test_full_name_gives_a_release_names_of_its_own() -> None:
     parts = dict.fromkeys(("redis", "monitoring", "keda", "gatewayApi", "ingress"), ENABLED)
     made = render_chart({**parts, "fullnameOverride": "vision"})
     other = render_chart(parts)
@@ -266,45 +214,3 @@ def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
         ]
         == "triton-gateway"
     )
-
-
-def test_sidecars_volumes_labels_and_classes_are_added_to_the_pods() -> None:
-    sidecar = {"name": "proxy", "image": "proxy:1.0"}
-    ca = {"name": "ca", "secret": {"secretName": "redis-ca"}}
-    mount = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
-    additions = {
-        "extraContainers": [sidecar],
-        "extraInitContainers": [{**sidecar, "name": "before"}],
-        "extraVolumes": [ca],
-        "extraVolumeMounts": [mount],
-        "podLabels": {"cost-center": "42"},
-        "runtimeClassName": "gvisor",
-        "serviceAccountAnnotations": {"role": "x"},
-        "image": {"repository": "r.example.com/x", "pullPolicy": "Always"},
-    }
-    made = render_chart({"gateway": additions, "triton": additions})
-    for name in ("triton-gateway", "triton"):
-        pod = made.pod(name)
-        assert pod["containers"][1] == sidecar
-        assert pod["initContainers"][0]["name"] == "before"
-        assert ca in pod["volumes"]
-        assert mount in pod["containers"][0]["volumeMounts"]
-        assert pod["containers"][0]["imagePullPolicy"] == "Always"
-        assert pod["runtimeClassName"] == "gvisor"
-        template = made.get("Deployment", name)["spec"]["template"]
-        assert template["metadata"]["labels"]["cost-center"] == "42"
-        account = made.get("ServiceAccount", name)
-        assert account["metadata"]["annotations"] == {"role": "x"}
-
-
-def test_every_image_can_be_given_by_its_digest() -> None:
-    digest = "sha256:" + "0" * 64
-    image = {"repository": "r.example.com/x", "digest": digest}
-    redis = {**ENABLED, "image": f"docker.io/library/redis@{digest}"}
-    made = render_chart({"gateway": {"image": image}, "triton": {"image": image}, "redis": redis})
-    images = {
-        container["image"]
-        for workload in made.workloads
-        for container in containers(workload["spec"]["template"]["spec"])
-    }
-    assert images == {f"r.example.com/x@{digest}", f"docker.io/library/redis@{digest}"}

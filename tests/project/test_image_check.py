@@ -42,7 +42,7 @@ def run_check(folder: Path, version: str, *, with_packages: bool) -> tuple[int, 
 
 
 @pytest.mark.long
-def test_build_needs_a_triton_whose_python_models_find_their_packages(tmp_path: Path) -> None:
+def test_build_needs_python_models_that_find_their_packages(tmp_path: Path) -> None:
     status, output = run_check(tmp_path, "2.51.0", with_packages=True)
     assert status == 0, output
     status, output = run_check(tmp_path, "2.51.0", with_packages=False)

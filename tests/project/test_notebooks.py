@@ -41,7 +41,7 @@ def assert_prints_what_is_recorded(name: str, gateway: httpx.Client) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEMONSTRATION)
-def test_notebook_about_the_demonstration_prints_what_is_recorded(
+def test_notebook_of_the_demonstration_prints_what_is_recorded(
     demo: httpx.Client, name: str
 ) -> None:
     assert_prints_what_is_recorded(name, demo)

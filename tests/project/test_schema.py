@@ -318,44 +318,6 @@ def test_model_does_what_its_own_document_says(service: Service, model: str) -> 
     ask_everything(operation, ask)
 
 
-def test_operation_in_the_background_can_be_read_by_the_links(
-    service: Service, whole: schemathesis.BaseSchema
-) -> None:
-    """Along the document's links."""
-    seen: set[tuple[str, int]] = set()
-
-    management = whole.include(tag="management").exclude(path_regex="quotas")
-
-    class Journey(management.as_state_machine()):  # type: ignore[misc]
-        def before_call(self, case: Case) -> None:
-            settle(case)
-
-        def get_call_kwargs(self, case: Case) -> dict[str, Any]:
-            return {"headers": bearer(ADMIN), "session": service.session, "timeout": 60}
-
-        def after_call(self, response: schemathesis.Response, case: Case) -> None:
-            super().after_call(response, case)
-            seen.add((name_of(case.operation), response.status_code))
-
-        def validate_response(
-            self, response: schemathesis.Response, case: Case, **request: Any
-        ) -> None:
-            case.validate_response(
-                response,
-                excluded_checks=EXCLUDED.get(name_of(case.operation)),
-                headers=request["headers"],
-                transport_kwargs=request,
-                recorder=self.recorder,
-            )
-
-    wanted = {("load_model", 202), ("get_operation", 200)}
-    for _ in range(10):  # journeys are random: one that follows the link comes soon
-        Journey.run(settings=settings(PROPERTY, derandomize=False, stateful_step_count=4))
-        if wanted <= seen:
-            break
-    assert wanted <= seen, sorted(seen)
-
-
 def test_documents_are_valid_openapi(service: Service) -> None:
     documents = [
         service.document(),

@@ -89,7 +89,8 @@ class Engine:
         if all(self.does("podman", "image", "exists", name) for name in names.values()):
             return
         with tempfile.TemporaryDirectory(dir=self._folder) as work:
-            python, distroless = Path(work) / "python", Path(work) / "distroless"
+            python = Path(work) / "python"
+            distroless = Path(work) / "distroless"
             make_python(python, self.run)
             make_distroless(distroless, python, self.run)
             self._import(python, names["PYTHON"])

@@ -68,7 +68,8 @@ class Stream:
     """A connection whose end, however it comes, is an empty read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
 
     async def read(self) -> bytes:
         with suppress(ConnectionError):
@@ -102,7 +103,9 @@ class Line:
     """A connection of the gateway's, and the one to the server for it."""
 
     def __init__(self, near: Stream, far: Stream, script: Script) -> None:
-        self._near, self._far, self._script = near, far, script
+        self._near = near
+        self._far = far
+        self._script = script
         self._asking = False  # a request is on its way, and nothing of its answer is here
         self._answered = 0  # bytes
         self.faults: list[Fault] = []  # of each request
@@ -157,7 +160,8 @@ class Line:
         while END_OF_HEAD not in data and (more := await self._far.read()):
             data += more
         await asyncio.sleep(min(fault.delay_s, FOREVER_S))
-        self._asking, self._answered = False, 0
+        self._asking = False
+        self._answered = 0
         return fault.edit(data) if fault.edit else data
 
     async def _pass_on(self, data: bytes, fault: Fault) -> bool:

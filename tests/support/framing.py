@@ -8,7 +8,8 @@ def request(*lines: bytes, first: bytes = b"POST / HTTP/1.1", body: bytes = b"")
 
 
 HOST_LINE = b"Host: x"
-CL2, CL3 = b"Content-Length: 2", b"Content-Length: 3"
+CL2 = b"Content-Length: 2"
+CL3 = b"Content-Length: 3"
 TE = b"Transfer-Encoding: chunked"
 END = b"0\r\n\r\n"
 OLD = b"POST / HTTP/1.0"

@@ -58,7 +58,8 @@ def padded_data(count: int) -> bytes:
 def jpeg_of_scans(scans: int, side: int = 16) -> bytes:
     """A progressive JPEG of one grey: its last scan comes again and again, each without a bit to decode."""
     image = encoded(Image.new("L", (side, side), 99), "JPEG", progressive=True)
-    last, end = image.rfind(b"\xff\xda"), image.rfind(b"\xff\xd9")
+    last = image.rfind(b"\xff\xda")
+    end = image.rfind(b"\xff\xd9")
     more = scans - image.count(b"\xff\xda")
     return image[:end] + image[last:end] * more + image[end:]
 
@@ -155,7 +156,8 @@ def claiming_size(archived: bytes, size: int) -> bytes:
 
 def overlapping(archived: bytes, count: int) -> bytes:
     """The archive of one file, with a directory that names it `count` times."""
-    start, end = archived.rindex(b"PK\1\2"), archived.rindex(b"PK\5\6")
+    start = archived.rindex(b"PK\1\2")
+    end = archived.rindex(b"PK\5\6")
     entry = archived[start:end]
     entries = b"".join(
         entry.replace(b"x.npy", b"%x.npy" % number) for number in range(count)

@@ -115,7 +115,8 @@ class Stage:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Hold the server's event loop: what a client sends meanwhile is there when its deadlines begin."""
-        holds, may_go_on = threading.Event(), threading.Event()
+        holds = threading.Event()
+        may_go_on = threading.Event()
 
         def hold() -> None:
             holds.set()
@@ -150,7 +151,8 @@ class Stage:
 
     def settled(self, measure: Callable[[], int]) -> int:
         """Return the value of the measure when it no longer changes."""
-        seen, last = 0, -1
+        seen = 0
+        last = -1
         while seen < 20:
             seen, last = (seen + 1 if measure() == last else 0), measure()
             self.settle()

@@ -9,14 +9,21 @@ from typing import Any
 
 import yaml
 
-INFER, METRICS, ADMIN = "tgw_infer-secret", "tgw_metrics-secret", "tgw_admin-secret"
+INFER = "tgw_infer-secret"
+METRICS = "tgw_metrics-secret"
+ADMIN = "tgw_admin-secret"
 
 
-TEXTS, TEXTS_ADMIN, BOTH = "tgw_texts-secret", "tgw_texts-admin-secret", "tgw_both-secret"
+TEXTS = "tgw_texts-secret"
+TEXTS_ADMIN = "tgw_texts-admin-secret"
+BOTH = "tgw_both-secret"
 
 
 # For whom a route or method is.
-FREE, INFERENCE, SCRAPING, MANAGEMENT = "open", "infer", "metrics", "admin"
+FREE = "open"
+INFERENCE = "infer"
+SCRAPING = "metrics"
+MANAGEMENT = "admin"
 MAY = {
     FREE: {"", INFER, METRICS, ADMIN},
     INFERENCE: {INFER, ADMIN},

@@ -146,7 +146,8 @@ def infer_v2(model: str, *values: float) -> bytes:
     return post(f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}).encode())
 
 
-ECHO_V1, ECHO_V2 = infer_v1("echo", 1, 2), infer_v2("echo", 1, 2)
+ECHO_V1 = infer_v1("echo", 1, 2)
+ECHO_V2 = infer_v2("echo", 1, 2)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ async def open_loop(
     pool: Pool, wires: Sequence[bytes], rate: float, most_s: float, stop: Event
 ) -> list[Sample]:
     """Send requests at random moments, whatever became of those before them."""
-    random_, turn = random.Random(7), itertools.cycle(wires)
+    random_ = random.Random(7)
+    turn = itertools.cycle(wires)
     due = time.monotonic()
     last = due + most_s
     tasks: list[asyncio.Task[Sample]] = []
@@ -201,7 +203,8 @@ class OpenLoop:
 
     def __init__(self, pool: Pool, wires: Sequence[bytes], rate: float, most_s: float) -> None:
         self._most_s = most_s
-        self._stop, (self._samples, pipe) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
+        self._stop = SPAWN.Event()
+        self._samples, pipe = SPAWN.Pipe(duplex=False)
         arguments = pipe, self._stop, pool, wires, rate, most_s
         self._process = SPAWN.Process(target=send_samples, args=arguments)
 
@@ -227,7 +230,8 @@ def closed_loop(port: int, wires: Sequence[bytes], clients: int, count: int) -> 
     """Send so many requests: each client the next one when it has its answer."""
 
     async def run() -> list[Sample]:
-        samples, turn = list[Sample](), itertools.cycle(wires)
+        samples = list[Sample]()
+        turn = itertools.cycle(wires)
         left = iter(range(count))
 
         async def client(pool: Pool) -> None:

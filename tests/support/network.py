@@ -10,8 +10,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-SIZE, CLASSES, FIELDS = 224, 1000, 7
-OPSET, IR_VERSION = 18, 10
+SIZE = 224
+CLASSES = 1000
+FIELDS = 7
+OPSET = 18
+IR_VERSION = 10
 
 Floats = NDArray[np.float32]
 Tensor = tuple[str, int, list[Any] | None]  # name, type and shape, of numbers and names
@@ -51,7 +54,8 @@ def texts() -> bytes:
         helper.make_node("Identity", ["words"], ["same words"]),
         helper.make_node("Identity", ["numbers"], ["same numbers"]),
     ]
-    words, numbers = (TensorProto.STRING, ["count"]), (TensorProto.INT64, [2, "width"])
+    words = (TensorProto.STRING, ["count"])
+    numbers = (TensorProto.INT64, [2, "width"])
     return build_network(
         nodes,
         [("words", *words), ("numbers", *numbers)],

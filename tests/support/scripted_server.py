@@ -1,13 +1,29 @@
-"""A server that answers by a script: each request with the next step, or with that of its path."""
+"""Servers that answer by a script: with the next step, with that of a path, or as a Triton would."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import grpc
+
+from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 JSON = "application/json"
+MIB = 1 << 20
+TEXT = {"name": "Y", "datatype": "BYTES", "shape": [1]}
+METADATA = {
+    "name": "m",
+    "versions": ["1"],
+    "platform": "",
+    "inputs": [{"name": "X", "datatype": "BYTES", "shape": [1]}],
+    "outputs": [TEXT],
+}
 
 
 class Script(BaseHTTPRequestHandler):
@@ -66,3 +82,69 @@ def serving(*steps: Step, by_path: Mapping[str, Step] | None = None) -> Iterator
 
 def respond(content: bytes, content_type: str = JSON, **headers: str) -> Step:
     return lambda script: script.answer(200, content, Content_Type=content_type, **headers)
+
+
+class Replica:
+    """Answers as its table says: a model's metadata or its inference, by the model's name."""
+
+    answers: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def respond(cls, script: Script) -> None:
+        parts = script.path.split("/")
+        name = parts[3] if script.path.startswith("/v2/models/") else ""
+        if script.path == "/v2/repository/index":
+            document = cls.answers.get("index", [])
+        elif script.command == "POST":
+            document = cls.answers[parts[3]]
+        elif script.path.endswith("/config"):
+            document = cls.answers.get(f"config {name}", {"name": name})
+        else:
+            document = cls.answers.get(f"metadata {name}", {**METADATA, "name": name})
+        if document is Ellipsis:
+            respond_without_end(script)
+        else:
+            body = document if isinstance(document, bytes) else json.dumps(document).encode()
+            script.answer(200, body)
+
+
+def respond_without_end(script: Script) -> None:
+    script.send_response(200)
+    script.send_header("Transfer-Encoding", "chunked")
+    script.end_headers()
+    piece = b"%x\r\n%b\r\n" % (MIB, b" " * MIB)
+    with suppress(OSError):
+        while True:
+            script.wfile.write(piece)
+
+
+@contextmanager
+def scripted_replica() -> Iterator[str]:
+    """Serve `Replica`, and yield its address."""
+    with serving(by_path={"": Replica.respond}) as server:
+        yield server.url
+
+
+class InvalidMessages(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Responds to each message with an error whose text is not UTF-8."""
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        if handler_call_details.method != STREAM_METHOD:
+            return grpc.unary_unary_rpc_method_handler(lambda _message, _context: b"")
+        return grpc.stream_stream_rpc_method_handler(
+            lambda messages, _context: (b"\x0a\x02\xff\xfe" for _ in messages)
+        )
+
+
+@contextmanager
+def replica_with_invalid_messages() -> Iterator[str]:
+    """Serve `Replica` with the decoupled model `m`, and `InvalidMessages` over gRPC; yield its address."""
+    Replica.answers = {"config m": {"model_transaction_policy": {"decoupled": True}}}
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[InvalidMessages()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with scripted_replica() as url:
+            yield f"{url}?grpc={port}"
+    finally:
+        server.stop(None).wait()

@@ -191,7 +191,9 @@ async def simulated_replicas(
         tritons = []
         for number in range(1, count + 1):
             triton = SimulatedTriton(dict(loaded), f"127.0.1.{number}", port, grpc_port)
-            triton.delay_s, triton.load_s = delay_s, load_s
-            triton.garbles, triton.denies = garbles, denies
+            triton.delay_s = delay_s
+            triton.load_s = load_s
+            triton.garbles = garbles
+            triton.denies = denies
             tritons.append(await stack.enter_async_context(triton))
         yield tritons

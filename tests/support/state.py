@@ -20,7 +20,8 @@ from gateway.repository.state.store import StateStore
 
 ID = "0123456789abcdef" * 2
 LABELS = create_raw_table("labels")
-LOADED, UNLOADED = DesiredModel(ALL), DesiredModel(0)
+LOADED = DesiredModel(ALL)
+UNLOADED = DesiredModel(0)
 
 
 @asynccontextmanager

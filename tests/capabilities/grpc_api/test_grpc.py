@@ -209,9 +209,7 @@ def test_invalid_request_fails_with_the_status_of_its_http_error(
     assert words in got[1]
 
 
-def test_error_of_a_model_has_its_code_and_request_id_in_the_trailers_and_no_paths(
-    served: GrpcGateway, zoo_models: Zoo
-) -> None:
+def test_error_of_a_model_has_its_code_and_no_paths(served: GrpcGateway, zoo_models: Zoo) -> None:
     zoo_models.load("failing")
     request = service_pb2.ModelInferRequest(model_name="failing")
     request.inputs.add(name="X", datatype="FP32", shape=[1, 1])

@@ -53,7 +53,7 @@ from tests.support.fleet import url_of
 from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.metrics import held_memory, metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
-from tests.support.scripted_replica import replica_with_invalid_messages
+from tests.support.scripted_server import replica_with_invalid_messages
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -138,7 +138,8 @@ def ticking_request(count: int, **fields: Any) -> bytes:
 @pytest.mark.fault("a gRPC client does not read its stream")
 def test_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGateway) -> None:
     name = 'gateway_requests_refused_total{reason="answer_not_taken"}'
-    before, memory = metric(served.http, name), memory_mib(served)
+    before = metric(served.http, name)
+    memory = memory_mib(served)
     long_responses = ticking_request(3000, id="a" * 50_000)  # each repeats the id
     with grpc.insecure_channel(served.address) as channel:
         responses = channel.stream_stream(STREAM)(iter([long_responses]))
@@ -240,7 +241,7 @@ def test_metadata_beyond_the_limit_of_triton_are_refused(served: GrpcGateway) ->
 
 @pytest.mark.long
 @pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
-def test_compressed_message_is_refused_if_it_inflates_over_the_limit(served: GrpcGateway) -> None:
+def test_message_that_inflates_over_the_limit_is_refused(served: GrpcGateway) -> None:
     memory = memory_mib(served)
     bomb = gzip.compress(bytes(512 << 20), 9)
     with Http2Connection(served.address) as client:
@@ -497,7 +498,7 @@ def test_stopped_gateway_answers_the_requests_that_it_received(triton: Triton) -
 @pytest.mark.fault(
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
-def test_unreadable_message_of_a_replica_is_an_error_of_the_stream() -> None:
+def test_unreadable_message_is_an_error_of_the_stream() -> None:
     request = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
     with (
         replica_with_invalid_messages() as url,

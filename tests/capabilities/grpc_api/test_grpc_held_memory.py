@@ -99,7 +99,8 @@ def infer_over_grpc(address: str, message: bytes) -> None:
 @contextmanager
 def clients_in_a_process(work: Work, served: GrpcGateway) -> Iterator[Callable[[], Counter[str]]]:
     """Run clients of low priority; yield a function that lets them end, and returns their outcomes."""
-    stop, (results, pipe) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
+    stop = SPAWN.Event()
+    (results, pipe) = SPAWN.Pipe(duplex=False)
     arguments = (pipe, work, stop, port_of(served.http), served.address)
     process = SPAWN.Process(target=run_work, args=arguments)
     process.start()
@@ -164,7 +165,7 @@ def test_message_that_waits_for_its_model_is_held(triton: Triton) -> None:
 
 
 @pytest.mark.fault("gRPC streams that send large requests and do not read the responses")
-def test_stream_is_not_read_after_a_refusal_until_there_is_memory(triton: Triton) -> None:
+def test_stream_is_not_read_until_there_is_memory(triton: Triton) -> None:
     """The next message would be received in full as well, only to be refused."""
     hold = triton.repository / "echo" / "hold"
     hold.touch()
@@ -199,7 +200,8 @@ def read_stream_error(message: bytes) -> str:
 def test_sixty_unread_streams_of_one_caller_hold_bounded_memory(triton: Triton) -> None:
     small = encode_request("echo", 8)
     with gateway_at_rest(triton) as (served, idle), grpc.insecure_channel(served.address) as other:
-        call, latencies = other.unary_unary(INFER), []
+        call = other.unary_unary(INFER)
+        latencies = []
         with clients_in_a_process(leave_streams_unread, served) as end:
             wait_until(lambda: metric(served.http, SHED) > CLIENTS / 2)
             for _ in range(ROUNDS):

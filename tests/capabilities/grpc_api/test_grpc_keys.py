@@ -42,7 +42,9 @@ from tests.support.servers import free_ports, gateway_before
 from tests.support.wait import wait_until
 
 HEALTH = "/grpc.health.v1.Health/Check"
-ECHOES, ECHOES_ADMIN, RATED = "tgw_echoes-secret", "tgw_echoes-admin-secret", "tgw_rated-secret"
+ECHOES = "tgw_echoes-secret"
+ECHOES_ADMIN = "tgw_echoes-admin-secret"
+RATED = "tgw_rated-secret"
 KEYS = [
     *ENTRIES,
     entry(ECHOES, "infer", models=["ech*"]),
@@ -299,8 +301,9 @@ def test_large_message_without_tensors_is_refused(guarded: Guarded) -> None:
         assert (code, "at most 65536" in words) == ("INVALID_ARGUMENT", True), method
 
 
-def test_load_without_the_right_is_refused_before_its_files_are_read(guarded: Guarded) -> None:
-    path, message = f"{SERVICE}/RepositoryModelLoad", bytes(1 << 20)  # no message at all
+def test_load_without_the_right_is_refused_unread(guarded: Guarded) -> None:
+    path = f"{SERVICE}/RepositoryModelLoad"
+    message = bytes(1 << 20)  # no message at all
     key = authorization(INFER)
     code, words = failure(call_bytes, guarded.address, path, message, metadata=key)
     assert (code, "lacks the role 'admin'" in words) == ("PERMISSION_DENIED", True)

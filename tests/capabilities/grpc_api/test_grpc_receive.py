@@ -71,7 +71,7 @@ async def test_late_message_has_a_place_until_its_call_ends() -> None:
     assert not any(call.is_cancelled for call in calls)  # a cancelled read leaks its message
 
 
-async def test_messages_of_one_caller_arrive_some_at_a_time_and_delay_no_other_caller() -> None:
+async def test_messages_of_one_caller_delay_no_other_caller() -> None:
     receiver = make_receiver(4)
     calls = [EndlessCall() for _ in range(2 * MAX_FAST_MESSAGES)]
     other = EndlessCall()
@@ -87,8 +87,11 @@ async def test_messages_of_one_caller_arrive_some_at_a_time_and_delay_no_other_c
 
 async def test_stream_that_is_not_read_receives_little() -> None:
     """Messages that are read do not open the window for those that are not."""
-    piece, read_count = bytes(256 << 10), 256
-    has_read, is_counted, sent = Event(), Event(), [0]
+    piece = bytes(256 << 10)
+    read_count = 256
+    has_read = Event()
+    is_counted = Event()
+    sent = [0]
 
     async def handle(_: Any, context: Any) -> bytes:
         for _ in range(read_count):
@@ -127,8 +130,9 @@ async def test_stream_that_is_not_read_receives_little() -> None:
         await server.stop(0)
 
 
-async def test_message_that_arrives_while_the_loop_is_busy_needs_no_place() -> None:
-    is_reading, is_sent = Event(), Event()
+async def test_message_in_time_for_a_busy_loop_needs_no_place() -> None:
+    is_reading = Event()
+    is_sent = Event()
     receiver = make_receiver(0)
 
     def block_loop() -> None:
@@ -161,8 +165,10 @@ async def test_message_that_arrives_while_the_loop_is_busy_needs_no_place() -> N
 
 async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
     """grpc.aio leaks a message whose read is cancelled: 80 of these take 320 MiB."""
-    calls, message = 80, bytes(4 << 20)
-    is_reading, is_sent = Event(), Event()
+    calls = 80
+    message = bytes(4 << 20)
+    is_reading = Event()
+    is_sent = Event()
 
     def block_loop() -> None:
         is_reading.set()

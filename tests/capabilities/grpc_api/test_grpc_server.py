@@ -113,7 +113,8 @@ def test_grpc_uses_the_certificate_of_https_and_its_replacement(
 
 
 def test_both_apis_require_a_client_certificate(triton: Triton, tmp_path: Path) -> None:
-    authority, clients = trustme.CA(), trustme.CA()
+    authority = trustme.CA()
+    clients = trustme.CA()
     write_pair(authority, tmp_path)
     (tmp_path / "clients.pem").write_bytes(authority_pem(clients))
     files = {
@@ -122,7 +123,8 @@ def test_both_apis_require_a_client_certificate(triton: Triton, tmp_path: Path) 
         "tls_client_ca_file": str(tmp_path / "clients.pem"),
     }
     pair = clients.issue_cert("client.example")
-    key, chain = pair.private_key_pem.bytes(), pair.cert_chain_pems[0].bytes()
+    key = pair.private_key_pem.bytes()
+    chain = pair.cert_chain_pems[0].bytes()
     with Serving(triton, **files) as command:
         command.wait_for("serving")
         root = authority_pem(authority)
@@ -190,7 +192,7 @@ def test_up_serves_grpc(tmp_path: Path) -> None:
             assert result.as_numpy("Y").tolist() == [1.5, 2.5]
 
 
-def test_replica_without_grpc_gets_no_calls_and_stays_in_the_fleet(tmp_path: Path) -> None:
+def test_replica_without_grpc_gets_no_calls(tmp_path: Path) -> None:
     """Its HTTP works, so that it stays in the fleet."""
     port, closed = free_ports(2)
     with fleet_of(tmp_path, 2) as fleet:
@@ -281,7 +283,8 @@ class MetadataRecorder(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def test_trace_continues_in_the_gateway_and_its_replica(triton: Triton) -> None:
-    trace, parent = "0123456789abcdef" * 2, "0123456789abcdef"
+    trace = "0123456789abcdef" * 2
+    parent = "0123456789abcdef"
     metadata = [("traceparent", f"00-{trace}-{parent}-01"), ("tracestate", "vendor=1")]
     recorder = MetadataRecorder()
     replica = grpc.server(ThreadPoolExecutor(1), handlers=[recorder])
@@ -343,7 +346,7 @@ class EndlessInferences(grpc.GenericRpcHandler):  # type: ignore[misc]
         return b""
 
 
-def test_cancelled_call_is_cancelled_at_once_in_a_triton_that_survives_it(triton: Triton) -> None:
+def test_call_is_cancelled_at_once_if_triton_survives_it(triton: Triton) -> None:
     endless = EndlessInferences()
     replica = grpc.server(ThreadPoolExecutor(4), handlers=[endless])
     url = f"http://{triton.address}?grpc={replica.add_insecure_port(f'{HOST}:0')}"

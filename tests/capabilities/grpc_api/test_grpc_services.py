@@ -83,7 +83,7 @@ def test_watch_follows_the_fleet(tmp_path: Path) -> None:
             assert check(channel) == check(channel, "no.such.Service") == NOT_SERVING
 
 
-def test_reflection_describes_all_methods_so_that_a_model_can_be_called(
+def test_reflection_describes_all_methods(
     channel: grpc.Channel,
 ) -> None:
     """As grpcurl does it: without any proto file."""

@@ -107,7 +107,7 @@ def ticks(count: int, seconds: float) -> list[triton_grpc.InferInput]:
 
 
 @pytest.mark.long
-def test_models_with_one_response_answer_in_the_order_of_the_requests(served: GrpcGateway) -> None:
+def test_models_with_one_response_answer_in_order(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         for number in range(40):
             seconds = 0.3 if number == 0 else 0.0
@@ -169,7 +169,7 @@ def receive_all(address: str, *requests: bytes) -> list[Any]:
     ],
     ids=["first", "alone", "last", "both"],
 )
-def test_errors_of_a_decoupled_model_are_those_of_triton_with_what_follows(
+def test_errors_of_a_decoupled_model_are_those_of_triton(
     served: GrpcGateway, triton: EmbeddedTriton, request_message: bytes, numbers: list[object]
 ) -> None:
     received = []
@@ -207,7 +207,7 @@ def failed_attempts(served: GrpcGateway, triton: EmbeddedTriton) -> float:
     return metric(served.http, f"gateway_upstream_attempts_total{{{labels}}}")
 
 
-def test_stream_that_begins_with_a_fault_of_the_model_is_a_failed_attempt(
+def test_stream_that_begins_with_a_fault_is_a_failed_attempt(
     served: GrpcGateway, triton: EmbeddedTriton
 ) -> None:
     before = failed_attempts(served, triton)
@@ -225,7 +225,7 @@ def test_responses_of_a_decoupled_model_arrive_as_they_are_made(served: GrpcGate
     assert received[3][1] - received[1][1] > 0.25
 
 
-def test_response_that_waits_for_another_holds_no_slot_of_its_model(
+def test_response_that_waits_for_another_holds_no_slot(
     triton: EmbeddedTriton,
 ) -> None:
     limits = {"max_model_inflight": "1", "max_queue": "0", "connect_timeout_s": "10"}
@@ -257,7 +257,7 @@ def request_bytes(model: str) -> bytes:
     return bytes(request.SerializeToString())
 
 
-def test_failed_request_gets_an_error_with_its_id_and_the_stream_continues(
+def test_stream_continues_after_a_failed_request(
     served: GrpcGateway,
 ) -> None:
     failures = {

@@ -90,7 +90,7 @@ def test_labels_and_splits_choose_the_version_of_a_call(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "a version that a label means is unloaded, or its Triton or the gateway restarts"
 )
-def test_call_to_an_unloaded_version_of_a_split_goes_to_another_one(tmp_path: Path) -> None:
+def test_call_to_an_unloaded_version_goes_to_another_one(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with (
         Triton(write_versions(tmp_path / "models"), NAME) as triton,
@@ -113,7 +113,8 @@ def test_call_to_an_unloaded_version_of_a_split_goes_to_another_one(tmp_path: Pa
 
 
 def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
-    (port,), repository = free_ports(1), write_versions(tmp_path / "models")
+    (port,) = free_ports(1)
+    repository = write_versions(tmp_path / "models")
     with (
         Triton(repository, NAME) as triton,
         gateway_before(triton.options.url, grpc_port=str(port)) as http,
@@ -135,7 +136,8 @@ def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_first_call_loads_a_model_on_demand(tmp_path: Path) -> None:
-    (port,), models = free_ports(1), model_names(2)
+    (port,) = free_ports(1)
+    models = model_names(2)
     with (
         tritons_with(tmp_path, 1, models) as tritons,
         on_demand_gateway(tritons, max_loaded_models="1", grpc_port=str(port)),

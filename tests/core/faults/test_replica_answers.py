@@ -11,7 +11,7 @@ import pytest
 
 from gateway.fleet.index import MAX_INDEX_ENTRIES
 from tests.support.errors import assert_error
-from tests.support.scripted_replica import (
+from tests.support.scripted_server import (
     METADATA,
     TEXT,
     Replica,

@@ -5,44 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import httpx
 import pytest
 import tritonclient.http as triton_http
-import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings
 from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
-from gateway.access.keys import (
-    NO_RULES,
-    BadKeysFile,
-    add_key,
-    expire_key,
-    parse_keys_content,
-    read_keys_file,
-    remove_key,
-    rotate_key,
-)
 from gateway.app import create_app
-from gateway.callers import Caller, CallerLimits, Role
 from gateway.config.settings import Settings
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.routes.passthrough.rules import ROUTE_RULES
 from tests.support.fake_triton import ask, fake_triton, port_of
 from tests.support.fleet import ECHO, Fleet, fleet_of
-from tests.support.gateway_forks import run_gateway
 from tests.support.keys import (
     ADMIN,
     BOTH,
@@ -62,7 +41,7 @@ from tests.support.keys import (
     written,
 )
 from tests.support.routes import Row, capability_rows
-from tests.support.servers import ROOT, Command, free_ports, gateway
+from tests.support.servers import Command, gateway
 from tests.support.trace_collector import collecting
 from tests.support.wait import wait_until
 
@@ -261,7 +240,7 @@ def basic(password: str, user: str = "anybody") -> str:
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
-def test_key_is_accepted_in_either_header_or_as_a_basic_password(client: httpx.Client) -> None:
+def test_key_is_accepted_in_a_header_or_as_a_password(client: httpx.Client) -> None:
     good: list[dict[str, str]] = [
         {"X-API-Key": INFER},
         {"Authorization": f"bearer {INFER}"},
@@ -368,7 +347,7 @@ def test_listings_have_only_what_the_key_sees(client: httpx.Client) -> None:
 
 
 @pytest.mark.fault("a model outside the key's patterns, however it is spelled")
-def test_model_that_the_key_does_not_see_is_404_as_an_unknown_one(
+def test_model_that_the_key_does_not_see_is_404(
     client: httpx.Client,
 ) -> None:
     rows = [row for row in ROWS if "{model}" in row.path]
@@ -391,7 +370,7 @@ def test_model_that_the_key_does_not_see_is_404_as_an_unknown_one(
         assert unknown.replace("none", "…") == hidden.replace("core", "…")
 
 
-def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.Client) -> None:
+def test_routes_about_all_models_are_403_for_some_models(client: httpx.Client) -> None:
     for method, path in (
         ("GET", "/v2/models/stats"),
         ("GET", "/v2/logging"),
@@ -446,54 +425,6 @@ def test_names_in_odd_spellings_do_not_evade_the_patterns(client: httpx.Client) 
                 assert answer.status == 404, (way, answer)
 
 
-GLOBS = st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1)
-
-
-@PROPERTY
-@given(GLOBS, st.text("ab-^!]") | st.text(min_size=1, max_size=30))
-def test_key_with_any_patterns_sees_no_name_that_a_path_must_quote(
-    globs: list[str], name: str
-) -> None:
-    for models in (tuple(globs), ("a*", "[!b]*")):
-        if Caller("x", models=models).can_see(name):
-            assert name.isascii()
-            assert name.isprintable()
-            assert not set(name) & set('%/\\?#"<>[]{}|^` ')
-            assert name not in (".", "..")
-
-
-# A pattern, a name, and whether a key with the pattern sees it.
-SEPARATORS = [
-    ("res,text", "res", False),
-    ("res,text", "text", False),
-    ("res", "res,text", False),
-    ("res", "res\n", False),
-    ("res", "res\ntext", False),
-    ("res", "res\0text", False),
-    ("res*", "res\n", False),
-    ("*text", "res\0text", False),
-    ("*text", "res text", False),
-    ("res", "Res", False),
-    ("res*", "res", True),
-    ("res*", "res-2", True),
-]
-
-
-@pytest.mark.parametrize(("pattern", "name", "is_seen"), SEPARATORS)
-def test_pattern_of_a_key_matches_whole_names(pattern: str, name: str, is_seen: bool) -> None:
-    assert Caller("x", models=(pattern,)).can_see(name) is is_seen
-
-
-def test_visibility_cache_is_bounded() -> None:
-    caller = Caller("x", models=("a*",))
-    for number in range(5000):
-        assert caller.can_see(f"a{number}")
-        assert not caller.can_see(f"b{number}")
-    assert caller.can_see("a" * 10_000)
-    assert len(caller._visibility_cache) <= 1024
-    assert max(map(len, caller._visibility_cache)) < 300
-
-
 # Management by a key with patterns.
 
 
@@ -518,7 +449,8 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-PART, OTHER = bearer("tgw_part-secret"), bearer("tgw_other-secret")
+PART = bearer("tgw_part-secret")
+OTHER = bearer("tgw_other-secret")
 
 
 def test_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:
@@ -586,7 +518,7 @@ def test_load_with_config_and_code_takes_effect_on_triton(managed: Fleet) -> Non
 
 
 @pytest.mark.fault("a load that includes code, without permission")
-def test_load_with_code_is_refused_unless_setting_and_key_permit_it_and_its_paths_are_valid(
+def test_load_with_code_is_refused_unless_it_is_permitted(
     managed: Fleet, client: httpx.Client, demo: httpx.Client
 ) -> None:
     def load(parameters: dict[str, str], headers: dict[str, str]) -> httpx.Response:
@@ -610,7 +542,7 @@ def test_load_with_code_is_refused_unless_setting_and_key_permit_it_and_its_path
 
 
 @pytest.mark.fault("a load with a file whose path or name is too long")
-def test_load_with_a_file_whose_path_or_name_is_too_long_is_refused(managed: Fleet) -> None:
+def test_load_with_a_too_long_path_is_refused(managed: Fleet) -> None:
     """tritonserver 2.51 ends if it cannot create a file of a load."""
     path = "/".join(["a" * 99] * 40)
     for name in ("a" * 256, "é" * 128, f"1/{'a' * 256}", f"{'a' * 256}/model.py", f"{path}bc"):
@@ -619,199 +551,6 @@ def test_load_with_a_file_whose_path_or_name_is_too_long_is_refused(managed: Fle
         assert_refused(refused, 400, "MALFORMED_REQUEST")
         assert "4000 bytes, and each name in it 255" in refused.json()["error"]
     assert managed.tritons[0].is_running
-
-
-# The file, as it changes.
-
-
-@contextmanager
-def gateway_with(path: Path, url: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
-    with gateway(url, keys_file=str(path), **settings) as pair:
-        yield pair
-
-
-def status(client: httpx.Client, key: str) -> int:
-    return client.get("/v1/models", headers=bearer(key)).status_code
-
-
-@pytest.mark.long
-@pytest.mark.fault(
-    "no key, a key of another role, a key that lacks a character, a key that is revoked"
-)
-def test_keys_file_that_changes_takes_effect_unless_it_is_invalid(
-    demo_triton: EmbeddedTriton, tmp_path: Path
-) -> None:
-    path = written(tmp_path / "keys.yaml", ENTRIES)
-    with gateway_with(path, demo_triton.options.url) as (client, command):
-        assert status(client, INFER) == 200
-        remove_key(path, "infer")
-        wait_until(lambda: status(client, INFER) == 401)
-        assert status(client, ADMIN) == 200
-        path.write_text(f"keys: [{{name: {INFER!r}, sha256: '{INFER}', *broken")
-        command.wait_for("stays in use")
-        assert status(client, ADMIN) == 200
-        path.unlink()
-        command.wait_for("No such file")
-        assert status(client, ADMIN) == 200
-        written(path, [entry(INFER, "infer")])
-        wait_until(lambda: status(client, INFER) == 200)
-        assert status(client, ADMIN) == 401
-        path.write_text("keys: []")
-        wait_until(lambda: status(client, INFER) == 401)
-        assert client.get("/livez").status_code == 200
-        assert command.output.count("stays in use") == 2
-        assert "tgw_" not in command.output
-
-
-def test_keys_file_behind_a_replaced_link_is_read_again(
-    demo_triton: EmbeddedTriton, tmp_path: Path
-) -> None:
-    for name, key in (("..1", INFER), ("..2", ADMIN)):
-        (tmp_path / name).mkdir()
-        written(tmp_path / name / "keys.yaml", [entry(key, "infer", name="same")])
-    for name in ("..1", "..2"):
-        os.utime(tmp_path / name / "keys.yaml", (1, 1))  # not even the time tells them apart
-    (tmp_path / "..data").symlink_to("..1")
-    (tmp_path / "keys.yaml").symlink_to("..data/keys.yaml")
-    with gateway_with(tmp_path / "keys.yaml", demo_triton.options.url) as (client, _):
-        assert [status(client, key) for key in (INFER, ADMIN)] == [200, 401]
-        (tmp_path / "..new").symlink_to("..2")
-        (tmp_path / "..new").replace(tmp_path / "..data")
-        wait_until(lambda: status(client, ADMIN) == 200)
-        assert status(client, INFER) == 401
-
-
-@pytest.mark.long
-def test_keys_file_is_read_again_by_every_worker(
-    demo_triton: EmbeddedTriton, tmp_path: Path
-) -> None:
-    path = written(tmp_path / "keys.yaml", ENTRIES)
-    (port,) = free_ports(1)
-    environment = {
-        "GATEWAY_TRITON_URLS": demo_triton.options.url,
-        "GATEWAY_KEYS_FILE": str(path),
-    }
-    arguments = ("serve", "--port", str(port), "--workers", "2")
-    with Command(*arguments, environment=environment) as command:
-        command.wait_for("serving")
-        headers = [("X-API-Key", INFER)]
-
-        def statuses() -> set[int]:
-            """Return the statuses of new connections; the port is open before a worker is up."""
-            return {ask(port, "GET", "/v1/models", headers).status for _ in range(20)}
-
-        assert statuses() == {200}
-        remove_key(path, "infer")
-        wait_until(lambda: statuses() == {401})
-
-
-GOOD = entry(INFER, "infer")
-BAD: dict[str, str] = {
-    "empty": "",
-    "text": "keys",
-    "no list": "keys: {a: b}",
-    "another field": yaml.safe_dump({"keys": [GOOD], "more": 1}),
-    "no object": "keys: [abc]",
-    "an unknown field": yaml.safe_dump({"keys": [{**GOOD, "key": INFER}]}),
-    "no name": yaml.safe_dump({"keys": [{**GOOD, "name": ""}]}),
-    "a name of two lines": yaml.safe_dump({"keys": [{**GOOD, "name": "a\nb"}]}),
-    "a key for a name": yaml.safe_dump({"keys": [{**GOOD, "name": INFER}]}),
-    "a key for a hash": yaml.safe_dump({"keys": [{**GOOD, "sha256": INFER}]}),
-    "no roles": yaml.safe_dump({"keys": [{**GOOD, "roles": []}]}),
-    "an unknown role": yaml.safe_dump({"keys": [{**GOOD, "roles": ["root"]}]}),
-    "roles as text": yaml.safe_dump({"keys": [{**GOOD, "roles": "infer"}]}),
-    "no models": yaml.safe_dump({"keys": [{**GOOD, "models": []}]}),
-    "a model that is none": yaml.safe_dump({"keys": [{**GOOD, "models": [1]}]}),
-    "a rate of nothing": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": 0}]}),
-    "a rate without end": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": float("inf")}]}),
-    "a rate beyond floats": f"keys: [{{name: a, sha256: '{'0' * 64}', roles: [infer], "
-    f"requests_per_second: 1{'0' * 400}}}]",
-    "a rate that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": True}]}),
-    "a short secret": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": ["whsec_tgw_"]}]}),
-    "a secret as text": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": "tgw_x"}]}),
-    "a secret that is none": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": [1]}]}),
-    "a quota of a half": yaml.safe_dump({"keys": [{**GOOD, "requests_per_day": 0.5}]}),
-    "a quota that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_month": True}]}),
-    "no requests at once": yaml.safe_dump({"keys": [{**GOOD, "max_inflight": 0}]}),
-    "an end without a zone": yaml.safe_dump({"keys": [{**GOOD, "expires": "2027-01-01T00:00:00"}]}),
-    "an end that is a date": "keys: [{name: a, sha256: '%s', roles: [infer], expires: 2027-01-01}]"
-    % ("0" * 64),
-    "an end before the start": yaml.safe_dump(
-        {
-            "keys": [
-                {**GOOD, "not_before": "2027-01-01T00:00:00Z", "expires": "2027-01-01T00:00:00Z"}
-            ]
-        }
-    ),
-    "two of one name": yaml.safe_dump({"keys": [GOOD, entry(ADMIN, "admin", name="infer")]}),
-    "one key twice": yaml.safe_dump({"keys": [GOOD, entry(INFER, "admin", name="other")]}),
-    "aliases": "keys: &a [*a]",
-    "a field twice": "keys: []\nkeys: []",
-    "no YAML": "keys: [tgw_infer-secret",
-    "an object of Python": "keys: !!python/object/apply:os.system [tgw_infer-secret]",
-    "a date that is none": "keys: [2020-13-45]",
-    "very deep": "[" * 5000,
-}
-
-
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
-def test_keys_file_that_is_invalid_is_refused_without_quoting_it(text: str) -> None:
-    with pytest.raises(BadKeysFile) as caught:
-        parse_keys_content(text, NO_RULES)
-    sentence = str(caught.value)
-    assert sentence
-    assert "\n" not in sentence
-    assert "tgw_" not in sentence
-    assert GOOD["sha256"] not in sentence
-
-
-@PROPERTY
-@given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
-def test_keys_file_with_any_text_is_read_or_refused(text: str) -> None:
-    with suppress(BadKeysFile):
-        parse_keys_content(text, NO_RULES)
-
-
-def test_gateway_does_not_start_with_an_invalid_keys_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    path.write_bytes(b"keys: [\xff]")
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with ExitStack() as stack:
-        commands = {}
-        for keys_file in (path, tmp_path / "none.yaml", tmp_path, pipe):
-            environment = {"GATEWAY_KEYS_FILE": str(keys_file)}
-            serve = Command("serve", "--port", str(*free_ports(1)), environment=environment)
-            commands[keys_file] = stack.enter_context(serve)
-        for keys_file, command in commands.items():
-            assert command.end() == 1
-            assert command.output.startswith(f"triton-gateway: the keys file {keys_file}: ")
-            assert len(command.lines) == 1
-
-
-def test_gateway_warns_if_it_listens_on_every_address_without_keys(
-    demo_triton: EmbeddedTriton, tmp_path: Path
-) -> None:
-    path = written(tmp_path / "keys.yaml", ENTRIES)
-    with ExitStack() as stack:
-        commands = {}
-        for host, keys_file in (
-            ("0.0.0.0", ""),
-            ("0.0.0.0", str(path)),
-            ("127.0.0.1", ""),
-            ("localhost", ""),
-        ):
-            environment = {"GATEWAY_TRITON_URLS": demo_triton.options.url}
-            if keys_file:
-                environment["GATEWAY_KEYS_FILE"] = keys_file
-            arguments = ("serve", "--host", host, "--port", str(*free_ports(1)))
-            command = stack.enter_context(Command(*arguments, environment=environment))
-            commands[host, keys_file] = command
-        for command in commands.values():
-            command.wait_for("serving")
-            command.wait_for(" is UP")  # the first state of its replica
-    for (host, keys_file), command in commands.items():
-        warnings = command.output.count("GATEWAY_KEYS_FILE")
-        assert warnings == (host == "0.0.0.0" and not keys_file), (host, keys_file)
 
 
 # Keys go nowhere.
@@ -828,13 +567,16 @@ TRICKS: list[list[tuple[str, str]]] = [
 
 
 @pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
-def test_keys_reach_neither_triton_nor_logs_nor_metrics_nor_traces(tmp_path: Path) -> None:
+def test_keys_reach_neither_triton_nor_telemetry(tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
     with collecting() as collector:
         settings = {"log_level": "debug", "log_format": "json", "otlp_endpoint": collector.url}
         with (
             fake_triton() as fake,
-            gateway_with(path, f"http://127.0.0.1:{fake.port}", **settings) as (client, command),
+            gateway(f"http://127.0.0.1:{fake.port}", keys_file=str(path), **settings) as (
+                client,
+                command,
+            ),
         ):
             port = port_of(client)
             for headers in TRICKS:
@@ -863,203 +605,3 @@ def test_keys_reach_neither_triton_nor_logs_nor_metrics_nor_traces(tmp_path: Pat
         assert "secret" not in text
     lines = [json.loads(line) for line in command.lines if line.startswith("{")]
     assert {"infer", "metrics", ""} <= {line["key"] for line in lines if "key" in line}
-
-
-# The command line.
-
-
-def key_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_gateway("key", *arguments, environment={**os.environ, **environment})
-
-
-def test_key_command_creates_lists_and_revokes_keys(
-    demo_triton: EmbeddedTriton, tmp_path: Path
-) -> None:
-    path = tmp_path / "keys.yaml"
-    rate = ("--requests-per-second", "2.5")
-    made = key_command(
-        "create", "shop", "--role", "infer", "--model", "text_*", *rate, "--file", str(path)
-    )
-    assert made.returncode == 0, made.stderr
-    key = made.stdout.strip()
-    assert key.startswith("tgw_")
-    assert len(key) == 47
-    assert key not in made.stderr
-    assert key not in path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert not [other for other in tmp_path.iterdir() if other != path]
-    admin = key_command("create", "ops", "--role", "admin", GATEWAY_KEYS_FILE=str(path))
-    listed = key_command("list", "--file", str(path))
-    assert [line.split()[:3] for line in listed.stdout.splitlines()[1:]] == [
-        ["shop", "infer", "text_*"],
-        ["ops", "admin", "*"],
-    ]
-    assert "2.5" in listed.stdout
-    for caller in read_keys_file(path).values():
-        assert caller.digest.hex() not in listed.stdout
-    with gateway_with(path, demo_triton.options.url) as (client, _):
-        found = client.get("/v2/models", headers=bearer(key)).json()["models"]
-        assert set(found) == TEXT_MODELS
-        assert status(client, admin.stdout.strip()) == 200
-        assert key_command("revoke", "shop", "--file", str(path)).returncode == 0
-        wait_until(lambda: status(client, key) == 401)
-
-
-@pytest.mark.parametrize("style", ["block", "flow"])
-def test_rotated_keys_overlap_and_comments_stay(tmp_path: Path, style: str) -> None:
-    path = tmp_path / "keys.yaml"
-    ops, shop = entry(ADMIN, "admin", name="ops"), entry(INFER, "infer", requests_per_day=5)
-    shop_text = f"  - {json.dumps(shop)}\n"
-    if style == "block":
-        shop_text = indent(yaml.safe_dump([shop], sort_keys=False), "  ")
-    path.write_text(f"keys:\n{shop_text}  # of the operators\n  - {json.dumps(ops)}\n# the end\n")
-    first_end = datetime(2999, 1, 1, tzinfo=timezone.utc)
-    key = rotate_key(path, "infer", first_end, None)
-    callers = read_keys_file(path)
-    old = callers[hashlib.sha256(INFER.encode()).digest()]
-    new = callers[hashlib.sha256(key.encode()).digest()]
-    assert (old.name, old.limits, old.expires) == (
-        "infer",
-        CallerLimits(requests_per_day=5),
-        first_end,
-    )
-    assert new == replace(old, digest=new.digest, expires=None)
-    assert path.read_text().count("#") == 2
-    expire_key(path, "infer", first_end - timedelta(days=1))
-    ends = [caller.expires for caller in read_keys_file(path).values() if caller.name == "infer"]
-    assert ends == [first_end - timedelta(days=1)] * 2
-    assert path.read_text().count("#") == 2
-    with pytest.raises(BadKeysFile, match="say when the new one does, with --expires"):
-        rotate_key(path, "infer", first_end, None)
-    remove_key(path, "infer")
-    assert [caller.name for caller in read_keys_file(path).values()] == ["ops"]
-
-
-def test_key_command_rotates_and_ends_keys(tmp_path: Path) -> None:
-    file = ("--file", str(tmp_path / "keys.yaml"))
-    limits = ("--requests-per-day", "100", "--max-inflight", "4", "--expires", "90d")
-    assert key_command("create", "shop", *limits, *file).returncode == 0
-    failed = key_command("rotate", "shop", "--overlap", "soon", *file)
-    assert failed.returncode == 2
-    assert "'soon' is neither a time" in failed.stderr
-    failed = key_command("create", "late", "--expires", "2020-01-01T00:00:00Z", *file)
-    assert failed.returncode == 2
-    assert "has passed" in failed.stderr
-    rotated = key_command(
-        "rotate", "shop", "--overlap", "7d", "--expires", "2999-01-01T00:00:00Z", *file
-    )
-    assert rotated.stdout.startswith("tgw_")
-    assert key_command("expire", "shop", "--at", "2998-01-01T00:00:00Z", *file).returncode == 0
-    first, second = key_command("list", *file).stdout.splitlines()[1:]
-    assert first.split()[:-1] == ["shop", "infer", "*", "unlimited", "100", "4"]
-    assert second.split() == ["shop", "infer", "*", "unlimited", "100", "4", "2998-01-01T00:00:00Z"]
-
-
-@pytest.mark.long
-def test_key_command_that_fails_prints_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    add_key(path, "shop", [Role.infer], ["*"])
-    before = path.read_text()
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("keys: [tgw_infer-secret")
-    for arguments, words in (
-        (("create", "shop", "--file", str(path)), "key 'shop' already exists"),
-        (("create", "a b", "--file", str(path)), "the name of the new key"),
-        (("create", "tgw_x", "--file", str(path)), "the name of the new key"),
-        (("create", "x", "--requests-per-second", "0", "--file", str(path)), "above 0"),
-        (("create", "x", "--model", "", "--file", str(path)), "the models of"),
-        (("create", "x", "--file", str(tmp_path / "no" / "k.yaml")), "No such file"),
-        (("create", "x", "--file", str(broken)), "invalid YAML"),
-        (("create", "x", "--file", str(tmp_path)), "Is a directory"),
-        (("create", "x"), "no keys file"),
-        (("revoke", "nobody", "--file", str(path)), "key 'nobody' not found"),
-        (("revoke", "x", "--file", str(broken)), "invalid YAML"),
-        (("list", "--file", str(tmp_path / "none")), "No such file"),
-        (("list", "--file", str(broken)), "invalid YAML"),
-    ):
-        run = key_command(*arguments)
-        assert run.returncode == 1, arguments
-        assert run.stderr.startswith("triton-gateway: "), run.stderr
-        assert words in run.stderr
-        assert run.stderr.count("\n") == 1
-        assert "tgw_infer" not in run.stderr
-        assert run.stdout == ""
-    assert path.read_text() == before
-    assert broken.read_text() == "keys: [tgw_infer-secret"
-
-
-COMMENTED = """# Who may call, kept by hand.
-keys:
-    # the shop's
-    - name: shop
-      sha256: "{shop}"
-      roles: [infer]   # and no more
-      models: ["res*"]
-    - {{name: ops, sha256: "{ops}", roles: [admin]}}
-"""
-
-
-def test_keys_file_keeps_its_comments_when_a_key_is_added_or_removed(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
-    path.write_text(COMMENTED.format(**hashes))
-    add_key(path, "new", [Role.infer, Role.metrics], ["a*", "b"], requests_per_second=3)
-    text = path.read_text()
-    assert text.startswith(COMMENTED.format(**hashes))
-    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "ops", "new"]
-    remove_key(path, "ops")
-    assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "new"]
-    assert "# and no more" in path.read_text()
-    remove_key(path, "new")
-    remove_key(path, "shop")
-    assert read_keys_file(path) == {}
-
-
-def test_keys_that_are_added_concurrently_through_a_link_are_all_kept(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    real = tmp_path / "real" / "keys.yaml"
-    link = tmp_path / "keys.yaml"
-    link.symlink_to(real)
-    code = (
-        "import sys; from pathlib import Path; from gateway.access.keys import add_key\n"
-        "from gateway.callers import Role\n"
-        "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'])"
-    )
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(link), str(number)], cwd=ROOT)
-        for number in range(2)
-    ]
-    assert [process.wait(60) for process in running] == [0] * 2
-    assert link.is_symlink()
-    assert {caller.name for caller in read_keys_file(real).values()} == {
-        f"{number}-{n}" for number in range(2) for n in range(10)
-    }
-
-
-NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
-ANY_GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
-
-
-@settings(PROPERTY, max_examples=10)
-@given(
-    st.lists(
-        st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), ANY_GLOBS),
-        min_size=1,
-        max_size=5,
-        unique_by=lambda made: made[0],
-    )
-)
-def test_key_of_any_name_is_listed_until_it_is_removed(
-    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[str, list[Role], list[str]]]
-) -> None:
-    path = tmp_path_factory.mktemp("made") / "keys.yaml"
-    for name, roles, globs in made:
-        key = add_key(path, name, roles, globs)
-        found = read_keys_file(path)[hashlib.sha256(key.encode()).digest()]
-        assert (found.name, found.roles, found.models) == (name, tuple(roles), tuple(globs))
-    assert [caller.name for caller in read_keys_file(path).values()] == [
-        name for name, _, _ in made
-    ]
-    for name, _, _ in made:
-        remove_key(path, name)
-        assert name not in [caller.name for caller in read_keys_file(path).values()]

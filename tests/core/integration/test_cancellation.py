@@ -224,7 +224,7 @@ def warnings_of(command: Command) -> list[str]:
     ]
 
 
-def test_inference_that_is_cancelled_leaves_no_connection_to_triton(
+def test_cancelled_inference_leaves_no_connection_to_triton(
     client: httpx.Client, triton: Triton, model: Callable[[str], Model]
 ) -> None:
     asked = model(CANCELLABLE.name)
@@ -242,7 +242,8 @@ def test_inference_that_is_cancelled_leaves_no_connection_to_triton(
     wait_until(lambda: not connected())
 
 
-LEAVERS, CALLS = 16, 50_000
+LEAVERS = 16
+CALLS = 50_000
 MOST_WAIT_S = 0.005
 
 
@@ -250,7 +251,8 @@ MOST_WAIT_S = 0.005
 @pytest.mark.soak
 def test_tritonserver_survives_fifty_thousand_cancellations(triton: Triton) -> None:
     """Cancelled at once, half as many ended tritonserver 2.51."""
-    url, pid = f"http://{triton.address}/v2/models/{PATIENT.name}", triton.pid
+    url = f"http://{triton.address}/v2/models/{PATIENT.name}"
+    pid = triton.pid
     metadata, config = (
         httpx.get(f"{url}{path}", timeout=TIMEOUT_S).json() for path in ("", "/config")
     )
@@ -295,7 +297,8 @@ def test_inference_that_may_have_run_is_not_sent_again(
         urls = url_of(triton), url_of(other)
         with gateway(*urls, **SETTINGS) as (client, _):
             wait_until(lambda: count_replicas(client, CANCELLABLE.name) == 2)
-            asked, statuses = model(CANCELLABLE.name), []
+            asked = model(CANCELLABLE.name)
+            statuses = []
 
             def ask() -> None:
                 answer = client.post(f"{asked.path}/infer", json=waiting(2))

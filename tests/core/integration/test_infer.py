@@ -156,7 +156,7 @@ def test_inputs_and_outputs_are_matched_by_name(zoo: Zoo) -> None:
     "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
 )
 @any_names
-def test_names_that_do_not_fit_the_model_are_refused_with_those_that_do(
+def test_unknown_names_are_refused_with_those_of_the_model(
     zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
     pair = {"A": [1, 2], "B": [3, 4]}
@@ -289,7 +289,7 @@ def test_accept_header_chooses_the_format_of_the_response(zoo: Zoo) -> None:
 
 
 @any_names
-def test_classification_is_requested_by_parameter_query_or_config(zoo: Zoo) -> None:
+def test_classification_is_requested_in_three_ways(zoo: Zoo) -> None:
     inputs = zoo.named({"X": [0.1, 0.7, 0.2]})
     first = {"score": pytest.approx(0.7), "index": 1, "label": LABELS[1]}
     second = {"score": pytest.approx(0.2), "index": 2, "label": LABELS[2]}
@@ -380,7 +380,7 @@ def test_header_or_parameter_that_is_invalid_is_refused(
     assert zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers).status_code == 200
 
 
-def test_parameter_of_a_model_and_query_of_a_triton_path_are_accepted(zoo: Zoo) -> None:
+def test_parameter_of_a_model_and_query_of_triton_are_accepted(zoo: Zoo) -> None:
     assert zoo.infer("single_BYTES", "a", parameters={"temperature": 5}).status_code == 200
     assert zoo.client.post("/v2/repository/index?unknown=1").status_code == 200
 
@@ -493,7 +493,8 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
     malformed = (400, "MALFORMED_REQUEST")
     too_large = (413, "TOO_LARGE")
     unsupported = (415, "UNSUPPORTED_BODY")
-    npy_type, npz_type = "application/x-npy", "application/x-npz"
+    npy_type = "application/x-npy"
+    npz_type = "application/x-npz"
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
     for name, content_type, body, (status, code), words in (
@@ -577,7 +578,7 @@ def comparable(response: httpx.Response) -> tuple[int, Any, dict[str, str]]:
     return response.status_code, document, headers
 
 
-def test_request_is_answered_alike_with_and_without_the_framework(
+def test_request_is_answered_alike_without_the_framework(
     zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
     for verb in VERBS:
@@ -591,7 +592,7 @@ def test_request_is_answered_alike_with_and_without_the_framework(
                 assert direct[0] in (200, 400, 404, 405, 415, 422)
 
 
-def test_every_inference_of_the_openapi_document_is_served_without_the_framework(zoo: Zoo) -> None:
+def test_every_inference_is_served_without_the_framework(zoo: Zoo) -> None:
     paths = zoo.client.get("/openapi.json").json()["paths"]
     described = {
         path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))

@@ -18,7 +18,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.interface.names import read_log_fields
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
-from tests.support.scripted_replica import Replica, scripted_replica
+from tests.support.scripted_server import Replica, scripted_replica
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
@@ -88,7 +88,7 @@ def test_request_is_counted_once_with_its_bytes_and_times(client: httpx.Client) 
     assert attempts >= 7
 
 
-def test_passed_request_is_counted_by_route_model_version_and_status(client: httpx.Client) -> None:
+def test_passed_request_is_counted_by_its_labels(client: httpx.Client) -> None:
     def counted(route: str, status: str, model: str = "", version: str = "") -> float:
         kind = {"route": route, "model": model, "version": version, "status": status}
         return total(client, "gateway_request_duration_seconds_count", **kind)
@@ -217,7 +217,7 @@ def test_request_has_one_access_line_with_all_fields(
         assert (line["route"], line["model"]) == (LOAD.format("{model}"), logged_model)
 
 
-def test_probes_and_reads_of_the_page_write_no_access_line_unless_they_fail(
+def test_probes_write_no_access_line_unless_they_fail(
     fresh: tuple[httpx.Client, Command],
 ) -> None:
     client, command = fresh
@@ -228,7 +228,7 @@ def test_probes_and_reads_of_the_page_write_no_access_line_unless_they_fail(
     assert not [line for line in command.lines if "routine-1" in line]
 
 
-def test_readiness_is_logged_when_it_changes_and_its_probes_are_not(tmp_path: Path) -> None:
+def test_readiness_is_logged_when_it_changes(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("models: [m]\n")
     Replica.answers = {"index": [], "models": {}}  # it answers a load, and loads nothing
     with scripted_replica() as url:
@@ -248,7 +248,7 @@ def test_readiness_is_logged_when_it_changes_and_its_probes_are_not(tmp_path: Pa
     assert not [line for line in command.lines if "503" in line]
 
 
-def test_access_line_of_an_abandoned_inference_has_the_upstream_time(
+def test_access_line_of_an_abandoned_inference_has_its_time(
     fresh: tuple[httpx.Client, Command],
 ) -> None:
     client, command = fresh
@@ -273,7 +273,8 @@ def test_access_line_of_an_abandoned_inference_has_the_upstream_time(
 def test_head_has_the_headers_of_get_without_the_body(client: httpx.Client) -> None:
     """Every resource that supports GET supports HEAD (RFC 9110, section 9.1)."""
     for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/core", "/openapi.json"):
-        head, whole = client.head(path), client.get(path)
+        head = client.head(path)
+        whole = client.get(path)
         assert (head.status_code, head.content) == (200, b""), path
         assert head.headers["content-type"] == whole.headers["content-type"]
     assert client.head("/v1/models/nobody").status_code == 404
@@ -333,7 +334,8 @@ def test_audit_log_has_every_administrative_call(
     audited: tuple[httpx.Client, Command], subtests: pytest.Subtests
 ) -> None:
     client, command = audited
-    core, texts = LOAD.format("core"), LOAD.format("text_core")
+    core = LOAD.format("core")
+    texts = LOAD.format("text_core")
     unload = texts.replace("/load", "/unload")
     code = {"parameters": {"config": "{}", "file:1/model.py": "code"}}
     names = ["config", "file:1/model.py"]
@@ -386,7 +388,7 @@ def test_audit_log_has_the_result_of_an_asynchronous_load(
         assert events[1]["message"] == ended["message"]
 
 
-def test_audit_log_has_the_result_of_a_load_whose_client_disconnects(
+def test_audit_log_has_the_result_of_an_abandoned_load(
     audited: tuple[httpx.Client, Command],
 ) -> None:
     client, command = audited
@@ -426,7 +428,8 @@ def test_audit_log_lacks_calls_that_change_nothing(
 def test_metric_shows_a_rejected_file_until_it_is_valid(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    keys, models = tmp_path / "keys.yaml", tmp_path / "models.yaml"
+    keys = tmp_path / "keys.yaml"
+    models = tmp_path / "models.yaml"
     good = {"keys": written(keys, ENTRIES).read_text(), "models": "models: [core]\n"}
     models.write_text(good["models"])
     files = {"keys": keys, "models": models}
@@ -459,7 +462,8 @@ def test_metric_shows_a_rejected_file_until_it_is_valid(
 def test_metric_shows_an_unavailable_state_until_it_is_back(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    folder, away = tmp_path / "state", tmp_path / "away"
+    folder = tmp_path / "state"
+    away = tmp_path / "away"
     with gateway(demo_triton.options.url, state=f"file://{folder}/state.db") as (client, command):
         assert total(client, "gateway_state_up") == 1
         folder.rename(away)

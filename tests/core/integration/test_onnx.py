@@ -32,7 +32,9 @@ from tests.support.wait import wait_until
 
 Array = NDArray[Any]
 
-FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
+FLOAT = TensorProto.FLOAT
+INT64 = TensorProto.INT64
+STRING = TensorProto.STRING
 DEFAULT_MAX_BATCH_SIZE = 6
 ONE_INSTANCE = 'backend: "onnxruntime" instance_group [ { count: 1 } ]\n'
 DATATYPES = {
@@ -303,7 +305,8 @@ def from_the_future() -> bytes:
 
 BACKEND = 'backend: "onnxruntime"\n'
 DECLARED = "max_batch_size: 4 input [ { name: %s } ] output [ { name: %s } ]"
-X, Y = '"x" data_type: TYPE_FP32 dims: [ 4 ]', '"y" data_type: TYPE_FP32 dims: [ 4 ]'
+X = '"x" data_type: TYPE_FP32 dims: [ 4 ]'
+Y = '"y" data_type: TYPE_FP32 dims: [ 4 ]'
 Z = Y.replace('"y"', '"z"')
 GRAPH = scaled(2)
 
@@ -529,7 +532,7 @@ def test_number_of_threads_is_that_of_the_config(
 
 
 @pytest.mark.long
-def test_concurrent_requests_share_runs_and_an_invalid_one_fails_alone(
+def test_concurrent_requests_share_runs_and_fail_alone(
     gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
     load(gateway.base_url, "lookup")
@@ -579,7 +582,7 @@ def test_load_that_fails_is_422_with_the_reason(gateway: httpx.Client) -> None:
 
 
 @pytest.mark.long
-def test_models_that_cannot_be_served_have_the_reason_in_the_list(
+def test_list_has_the_reason_why_a_model_is_not_served(
     triton: EmbeddedTriton, gateway: httpx.Client, subtests: pytest.Subtests
 ) -> None:
     def read_reasons() -> dict[str, str]:

@@ -242,8 +242,10 @@ def test_numbers_for_floats_are_rounded_and_names_are_values(zoo: Zoo, datatype:
 def test_bytes_of_a_file_are_the_elements_of_an_input_of_bytes(
     zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
-    file, other = picture(PIXELS), b"\x80\0\xff"
-    elements, signed = list(file), np.frombuffer(other, np.int8).tolist()
+    file = picture(PIXELS)
+    other = b"\x80\0\xff"
+    elements = list(file)
+    signed = np.frombuffer(other, np.int8).tolist()
     image: dict[str, Any] = {"files": fields(zoo, ("X", ("a.png", file, "image/png")))}
     two: dict[str, Any] = {"files": fields(zoo, ("X", ("a", file)), ("X", ("b", file)))}
     different: dict[str, Any] = {"files": fields(zoo, ("X", ("a", file)), ("X", ("b", other)))}
@@ -312,7 +314,8 @@ def colours_of_16_bits() -> bytes:
 
 
 def test_pixels_of_16_bits_stay_whole(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    grey, colours = picture(SIXTEEN), colours_of_16_bits()
+    grey = picture(SIXTEEN)
+    colours = colours_of_16_bits()
     low = np.minimum(SIXTEEN, 32767)
     fractions = SIXTEEN.astype(np.float32) / np.float32(257)
     every = np.stack([SIXTEEN, SIXTEEN[::-1], 65535 - SIXTEEN], axis=-1)

@@ -35,11 +35,14 @@ from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, gateway
 from tests.support.wait import wait_until_async
 
-FREE, BURST, DAILY = "tgw_free-secret", "tgw_burst-secret", "tgw_daily-secret"
+FREE = "tgw_free-secret"
+BURST = "tgw_burst-secret"
+DAILY = "tgw_daily-secret"
 # Keys that may send one request in an hour, each for one test.
 ONCE = {name: f"tgw_{name}-secret" for name in ("forwarded", "large", "words")}
 # Those of a fleet may send eleven in ten seconds; each is used for one burst of requests.
-AMOUNT, WINDOW_S = 11, 10
+AMOUNT = 11
+WINDOW_S = 10
 FLEET = [f"tgw_fleet{number}-secret" for number in range(20)]
 READY = "/v2/models/ensemble/ready"
 FIELDS = {"error", "code", "request_id"}
@@ -109,7 +112,8 @@ def shed(client: httpx.Client) -> float:
 
 
 def test_key_above_its_rate_is_429_and_others_are_served(counted: httpx.Client) -> None:
-    before, began = shed(counted), time.monotonic()
+    before = shed(counted)
+    began = time.monotonic()
     found = statuses(counted, BURST, 20)
     assert 5 <= found[200] <= most_in(time.monotonic() - began, 5)
     assert shed(counted) - before == found[429] == 20 - found[200]
@@ -149,7 +153,8 @@ def test_body_above_the_rate_leaves_the_connection_usable(
     counted: httpx.Client,
 ) -> None:
     assert statuses(counted, ONCE["large"], 1) == {200: 1}
-    path, key = "/v1/models/ensemble/infer", bearer(ONCE["large"])
+    path = "/v1/models/ensemble/infer"
+    key = bearer(ONCE["large"])
     assert counted.post(path, headers=key, content=b"x" * 100_000).status_code == 429
     assert statuses(counted, FREE, 1) == {200: 1}
 
@@ -201,12 +206,13 @@ class Gateways:
 
 
 @pytest.mark.fault("Redis goes away and comes back")
-def test_two_gateways_share_rates_in_redis_and_count_alone_without_it(
+def test_two_gateways_share_rates_while_redis_is_there(
     demo_triton: EmbeddedTriton, keys: Path, tmp_path: Path
 ) -> None:
     with RedisServer(tmp_path) as redis:
         settings = {"keys_file": str(keys), "state": redis.url(), "log_level": "info"}
-        url, unused = demo_triton.options.url, iter(FLEET)
+        url = demo_triton.options.url
+        unused = iter(FLEET)
         with gateway(url, **settings) as one, gateway(url, **settings) as other:
             gateways = Gateways([one, other])
             found, took_s = gateways.ask_together(unused, 15)

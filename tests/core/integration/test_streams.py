@@ -23,7 +23,8 @@ from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
 from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
-EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 PATH = "/v1/models/ticking/infer"
 OTHERS = ("failing", "refusing", "single_BYTES", "sleeping")
 
@@ -116,7 +117,8 @@ def test_examples_of_a_decoupled_model_work_as_pasted(client: httpx.Client) -> N
 
 def test_each_response_is_an_event_as_soon_as_it_is_made(client: httpx.Client) -> None:
     for pause_s in lengthening(0.05):
-        arrived_at, text = [], ""
+        arrived_at = []
+        text = ""
         with streaming(client, ticks(5, pause_s)) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith(EVENTS)
@@ -193,7 +195,7 @@ def test_model_with_one_response_is_streamed(client: httpx.Client) -> None:
     ]  # fmt: skip
 
 
-def test_decoupled_model_without_a_stream_is_refused_with_the_header_to_send(
+def test_decoupled_model_without_a_stream_names_the_header(
     client: httpx.Client,
 ) -> None:
     inputs = [
@@ -272,7 +274,8 @@ def test_client_that_does_not_read_pauses_the_stream(
         connection.connect(address_of(client))
         connection.sendall(request_of(ticks(200_000)))
         connection.recv(10)
-        grown, spent = [0.0], [-1.0]
+        grown = [0.0]
+        spent = [-1.0]
         while len(spent) < 6 or spent[-1] - spent[-6] > 0.02:  # until it waits
             time.sleep(0.1)
             grown.append((process.memory_info().rss - before) / 2**20)
@@ -282,7 +285,7 @@ def test_client_that_does_not_read_pauses_the_stream(
 
 
 @pytest.mark.usefixtures("served")  # which loads the model
-def test_stream_without_grpc_is_an_error_and_the_replica_stays_up(
+def test_stream_without_grpc_is_an_error_of_the_request(
     zoo_triton: EmbeddedTriton,
 ) -> None:
     (closed,) = free_ports(1)

@@ -5,12 +5,10 @@ Where a real one cannot tell what reached it, or cannot be made to stall, a fake
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import queue
 import re
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.http as triton_http
-import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from gateway.errors import serialize_error
@@ -121,7 +118,7 @@ def assert_no_internals(message: str) -> None:
     assert not re.search(r"/srv|/tmp|\.py|Traceback|At:|0x|shm|\n|^\{", message), message
 
 
-# Triton's own Python client, both kinds of it.
+# Triton's own Python client.
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("is_server_live", {}),
@@ -169,7 +166,8 @@ def wanted(name: str, **options: Any) -> triton_http.InferRequestedOutput:
     return triton_http.InferRequestedOutput(name, **options)
 
 
-A, B = np.array([[1, -2], [3, 4]], np.int32), np.array([[10, 20], [30, 40]], np.int32)
+A = np.array([[1, -2], [3, 4]], np.int32)
+B = np.array([[10, 20], [30, 40]], np.int32)
 WIDE = np.linspace(-1, 1, 4096, dtype=np.float32)
 TEXT = np.array([b"", b"\xff\x00\xfe", "안녕 ☕".encode()], object)
 WORDS = np.array(["plain", "", "안녕 ☕"], object)
@@ -255,7 +253,7 @@ def seen(result: triton_http.InferResult) -> tuple[Any, dict[str, tuple[Any, Any
     return document, {name: (array.dtype, array.tolist()) for name, array in arrays.items()}
 
 
-def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+def call_with_the_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
         results = {name: seen(client.infer(**infer)) for name, infer in INFERENCES.items()}
         failures = {}
@@ -273,32 +271,10 @@ def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, 
     return calls, results, failures
 
 
-async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        results = {name: seen(await client.infer(**infer)) for name, infer in INFERENCES.items()}
-        failures = {}
-        for name, (infer, _, _) in FAILURES.items():
-            with pytest.raises(InferenceServerException) as caught:
-                await client.infer(**infer)
-            failures[name] = caught.value
-        headers: dict[str, str] = {}
-        await client.infer(**INFERENCES["binary"], headers=headers)
-        assert "Inference-Header-Content-Length" in headers
-        calls = [
-            steady(await getattr(client, name)(**{"headers": headers, **arguments}))
-            for name, arguments in CALLS
-        ]
-    return calls, results, failures
-
-
-@pytest.mark.parametrize("kind", ["sync", pytest.param("aio", marks=pytest.mark.long)])
-def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports, kind: str) -> None:
-    def through(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-        if kind == "sync":
-            return by_the_sync_client(port)
-        return asyncio.run(by_the_aio_client(port))
-
-    direct, (calls, results, failures) = through(ports.triton), through(ports.gateway)
+def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports) -> None:
+    """`make test-clients` does the same with the client for asyncio."""
+    direct = call_with_the_client(ports.triton)
+    calls, results, failures = call_with_the_client(ports.gateway)
     for (name, arguments), expected, found in zip(CALLS, direct[0], calls, strict=True):
         assert found == expected, (name, arguments)
     for name, expected in direct[1].items():
@@ -314,7 +290,7 @@ def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports, k
         assert_no_internals(failures[name].message())
 
 
-def test_shared_memory_is_listed_as_empty_and_cannot_be_registered(ports: Ports) -> None:
+def test_shared_memory_is_empty_and_cannot_be_registered(ports: Ports) -> None:
     for kind in ("system", "cuda"):
         base = f"/v2/{kind}sharedmemory"
         for method, path in (
@@ -487,7 +463,7 @@ def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> Non
     raise AssertionError("no event arrived before the next one was made")
 
 
-def test_error_that_begins_a_stream_is_passed_at_once_with_what_follows(ports: Ports) -> None:
+def test_error_that_begins_a_stream_is_passed_at_once(ports: Ports) -> None:
     (_, refused), *direct = events(ports.triton, -0.001, status=400)
     assert "boom first" in refused["error"]
     for pause_s in lengthening(0.05):
@@ -513,7 +489,8 @@ def test_long_error_that_begins_a_stream_ends_it(faked: tuple[Fake, int]) -> Non
 
 @pytest.mark.fault("exceptions provoked in a model")
 def test_error_of_a_stream_is_an_event_without_internals(ports: Ports) -> None:
-    target, body = "/v2/models/ticking/generate_stream", b'{"COUNT": -2, "SECONDS": 0}'
+    target = "/v2/models/ticking/generate_stream"
+    body = b'{"COUNT": -2, "SECONDS": 0}'
     response = ask(ports.gateway, "POST", target, [], body)
     events = filter(None, response.body.split(b"\n\n"))
     *good, bad = [json.loads(event.removeprefix(b"data: ")) for event in events]
@@ -610,7 +587,8 @@ def test_error_has_the_status_and_code_of_the_gateway(
     ports: Ports, subtests: pytest.Subtests
 ) -> None:
     infer = "/v2/models/pair/infer"
-    body, large = b"{}", bytes(3 * MIB)
+    body = b"{}"
+    large = bytes(3 * MIB)
     tensor_of_one = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
     one = json.dumps({"inputs": [tensor_of_one]}).encode()
     not_found = (404, "NOT_FOUND")
@@ -682,7 +660,7 @@ LONG_HEADS = {
 @pytest.mark.parametrize(
     ("target", "headers", "status"), LONG_HEADS.values(), ids=LONG_HEADS.keys()
 )
-def test_head_that_triton_does_not_accept_is_no_fault_of_the_replica(
+def test_head_that_triton_refuses_is_no_fault_of_the_replica(
     ports: Ports, target: str, headers: Headers, status: int
 ) -> None:
     response = ask(ports.gateway, "GET", target, headers)
@@ -703,7 +681,8 @@ def test_body_over_the_limit_is_413_with_a_length_or_chunked(limited: int) -> No
         for _ in range(count):
             yield bytes(100_000)
 
-    target, headers = "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")]
+    target = "/v2/models/wide/infer"
+    headers = [("Inference-Header-Content-Length", "0")]
     for body, status in (
         (bytes(1_000_000), 200), (bytes(1_000_001), 413), (pieces(10), 200), (pieces(11), 413),
     ):  # fmt: skip
@@ -721,7 +700,7 @@ TAKING_BODIES = [
 ]  # fmt: skip
 
 
-def test_content_encoding_that_triton_lacks_is_415_on_every_route(ports: Ports) -> None:
+def test_unknown_content_encoding_is_415_on_every_route(ports: Ports) -> None:
     with Wire(ports.gateway) as wire:
         for target in TAKING_BODIES:
             for encoding, body in (("br", PAIR_JSON), ("gzip, br", SLICES)):
@@ -863,21 +842,6 @@ def test_response_headers_of_triton_are_passed_unchanged(faked: tuple[Fake, int]
 
 
 # Clients that disconnect.
-
-
-@pytest.mark.fault("a client closes its half of the connection after its request")
-def test_client_that_closes_its_half_gets_the_response(ports: Ports) -> None:
-    for exchange in (
-        ("GET", "/v2"),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], PAIR_JSON),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], SLICES),
-    ):
-        for port in (ports.triton, ports.gateway):
-            with Wire(port) as wire:
-                wire.send(*exchange)
-                wire.socket.shutdown(socket.SHUT_WR)
-                assert wire.read().status == 200
-                assert wire.socket.recv(1) == b""
 
 
 def before_the_answer(wire: Wire) -> None:

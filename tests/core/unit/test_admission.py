@@ -131,7 +131,7 @@ async def test_queue_keeps_room_for_other_callers() -> None:
 
 
 @pytest.mark.parametrize("queue", [1, 4], ids=["full queue", "queue with room"])
-async def test_requests_that_wait_for_one_model_do_not_delay_or_crowd_another(queue: int) -> None:
+async def test_requests_that_wait_for_one_model_delay_no_other(queue: int) -> None:
     admission = build_queue(places=4, per_model=2, queue=queue)
     for _ in range(2):
         assert admission.try_acquire("a")
@@ -203,7 +203,7 @@ async def test_only_requests_above_the_background_are_foreground_uses() -> None:
     assert admission.foreground_uses.keys() == {"m"}
 
 
-async def test_slot_is_kept_until_triton_has_ended_a_request_that_timed_out() -> None:
+async def test_slot_is_kept_until_triton_has_ended_the_request() -> None:
     admission = build_queue(places=1, per_model=1)
     error = DeadlinePassed(1)
     error.work_ended = asyncio.get_running_loop().create_future()
@@ -255,7 +255,7 @@ async def test_each_priority_that_waits_gets_its_share() -> None:
     assert [shares[priority] for priority in sorted(Priority)] == [10, 40, 80]
 
 
-async def test_request_of_a_high_priority_comes_before_all_that_wait_with_a_lower_one() -> None:
+async def test_higher_priority_comes_before_all_that_wait() -> None:
     queue = FairQueue()
     enqueue(queue, "a", "batch", Priority.background, count=20)
     enqueue(queue, "a", "team", count=20)
@@ -327,7 +327,7 @@ async def test_background_requests_take_no_places_of_a_higher_priority() -> None
 @pytest.mark.parametrize(
     ("waiters", "per_model", "retry_after"), [(2, 3, "1"), (90, 2, "5"), (700, 1, "60")]
 )
-async def test_clients_return_later_the_more_requests_wait_for_the_model(
+async def test_clients_return_later_the_more_requests_wait(
     waiters: int, per_model: int, retry_after: str
 ) -> None:
     admission = build_queue(places=8, per_model=per_model, queue=2 * waiters)

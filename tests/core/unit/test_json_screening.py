@@ -141,9 +141,7 @@ CUTS = st.lists(st.integers(0, 9000), max_size=5)
 @example(b'{"a":1,"b":2,"c":3}{"a":1,"b":2,"c":3}', [1, 19, 20])
 @example(b'{"a":1,"b":2,"c":3,"d":4' + b',"e":5', [24])
 @example(b'"\\\\\\"shape":[9999]"', [3, 4])
-def test_drawn_body_has_the_verdict_of_a_plain_reading_wherever_it_is_cut(
-    body: bytes, cuts: list[int]
-) -> None:
+def test_drawn_body_has_the_verdict_of_a_plain_reading(body: bytes, cuts: list[int]) -> None:
     right = expected(body)
     assert verdict([body]) == right
     assert verdict_of_complete(body) == expected(body, room=len(body))
@@ -175,7 +173,8 @@ def test_keys_and_depth_are_those_of_a_parser(
     ):  # such as a list of texts as a shape
         assert b'"shape"' in body or b"\\u00" in body
         return
-    count, depth = keys_of(document), depth_of(document)
+    count = keys_of(document)
+    depth = depth_of(document)
     assert verdict(cut(body, cuts), JsonRules(count, count), 1 << 62) != "refused"
     if count:
         assert verdict(cut(body, cuts), JsonRules(count - 1, count), 1 << 62) == "refused"
@@ -235,7 +234,7 @@ def test_length_of_a_key_is_limited(length: int, value: str) -> None:
         assert verdict(cut(body, range(0, len(body), size))) == right
 
 
-def test_elements_of_a_body_of_unknown_length_are_checked_at_its_end() -> None:
+def test_elements_of_a_chunked_body_are_checked_at_its_end() -> None:
     body = b'{"shape":[500],"data":[1,2]}'
     screening = JsonGuard(1000)
     screening.feed(body)

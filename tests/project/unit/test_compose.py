@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def test_service_has_an_exact_version_its_mounts_and_no_rights(name: str) -> Non
             assert source in COMPOSE["volumes"]
 
 
-def test_services_publish_only_the_gateway_and_the_monitoring_to_this_machine() -> None:
+def test_services_publish_only_gateway_and_monitoring() -> None:
     published = {name for name, service in SERVICES.items() if "ports" in service}
     assert published == {"gateway", "prometheus", "grafana"}
     for name in published:
@@ -48,7 +47,7 @@ def test_services_publish_only_the_gateway_and_the_monitoring_to_this_machine() 
         assert list(SERVICES[name]["networks"]) == ["back"]
 
 
-def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
+def test_profile_adds_one_triton_which_the_gateway_finds() -> None:
     profiles = {
         name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service
     }
@@ -62,7 +61,7 @@ def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
     assert re.findall(r"--load-model=(\S+)", words) == list(declared)
 
 
-def test_gateway_has_known_settings_and_stops_after_the_longest_request() -> None:
+def test_gateway_stops_after_the_longest_request() -> None:
     given = SERVICES["gateway"]["environment"]
     known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
     assert given.keys() <= known
@@ -75,18 +74,3 @@ def test_gateway_has_known_settings_and_stops_after_the_longest_request() -> Non
     triton = SERVICES["triton"]
     (exit_s,) = re.findall(r"--exit-timeout-secs=(\d+)", " ".join(triton["command"]))
     assert settings.max_request_timeout_s < int(exit_s) < seconds(triton["stop_grace_period"])
-
-
-def test_monitoring_has_the_rules_the_job_and_the_dashboard_of_the_repository() -> None:
-    known = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
-    ours = yaml.safe_load((ROOT / "deploy/compose/prometheus.yml").read_text())
-    assert ours["rule_files"] == known["rule_files"]
-    assert ours["scrape_configs"][0]["job_name"] == known["scrape_configs"][0]["job_name"]
-    folder = ROOT / "deploy" / "compose" / "grafana"
-    (source,) = yaml.safe_load((folder / "datasource.yml").read_text())["datasources"]
-    assert source["url"] == "http://prometheus:9090"
-    (provider,) = yaml.safe_load((folder / "dashboards.yml").read_text())["providers"]
-    mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
-    shown = mounts["./deploy/monitoring/dashboard.json"]
-    assert str(Path(shown).parent) == provider["options"]["path"]
-    assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == shown

@@ -189,7 +189,8 @@ class TritonPythonModel:
 
     def count(self, request: Any) -> Any:
         """Return the number of requests of the sequence since its start, and who counted them."""
-        sequence, flags = request.correlation_id(), request.flags()
+        sequence = request.correlation_id()
+        flags = request.flags()
         if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
             self.counts[sequence] = 0
         self.counts[sequence] += 1
@@ -202,7 +203,8 @@ class TritonPythonModel:
         """Wait for SECONDS, or until it is cancelled; write to a file which, after how long, and when."""
         self.note_begin()
         given = pb_utils.get_input_tensor_by_name(request, self.inputs[0]).as_numpy()
-        began, seconds = time.time(), float(given.max())
+        began = time.time()
+        seconds = float(given.max())
         while (waited := time.time() - began) < seconds and not request.is_cancelled():
             time.sleep(min(0.01, seconds - waited))
         with (self.folder / "ends").open("a") as file:

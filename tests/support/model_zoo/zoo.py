@@ -201,7 +201,9 @@ MANAGED = identity("managed", "INT64", (-1, -1))
 SCORES = identity("scores", "FP32", (3,), 8)
 
 # Texts to vectors and to scores.
-TEXT, VECTOR, OTHER = T("TEXT", "BYTES", (1,)), T("VECTOR", "FP32", (4,)), T("OTHER", "FP32", (4,))
+TEXT = T("TEXT", "BYTES", (1,))
+VECTOR = T("VECTOR", "FP32", (4,))
+OTHER = T("OTHER", "FP32", (4,))
 PAIR_OF_TEXTS = (T("FIRST", "BYTES", (1,)), T("SECOND", "BYTES", (1,)))
 TEXT_MODELS = (
     Model(
@@ -246,7 +248,8 @@ class Names:
         return f"m{middle}{zlib.crc32(name.encode()) % 10_000}"
 
 
-AS_WRITTEN, RENAMED = Names(), Names(seed=7)
+AS_WRITTEN = Names()
+RENAMED = Names(seed=7)
 
 # For a test that shows that no code knows a name; other tests use the models as written.
 any_names = pytest.mark.parametrize(

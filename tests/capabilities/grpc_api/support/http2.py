@@ -17,8 +17,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
+DATA = 0
+HEADERS = 1
+RST_STREAM = 3
+SETTINGS = 4
+PING = 6
+GOAWAY = 7
+WINDOW_UPDATE = 8
+END_STREAM = 0x1
+END_HEADERS = 0x4
+ACK = 0x1
 CANCEL = 8
 # The server then writes every field of a header as it is (RFC 9113, section 6.5.2).
 NO_HEADER_TABLE = struct.pack("!HI", 1, 0)
@@ -95,7 +103,9 @@ class Http2Connection:
 
     def send_as_allowed(self, stream: int, data: bytes) -> int:
         """Send data on the only stream of the connection as the server reads it; return its status."""
-        whole, one, initial = WINDOW_BYTES, WINDOW_BYTES, WINDOW_BYTES
+        whole = WINDOW_BYTES
+        one = WINDOW_BYTES
+        initial = WINDOW_BYTES
         sent = 0
         while True:
             size = min(whole, one, MAX_FRAME_BYTES, len(data) - sent)

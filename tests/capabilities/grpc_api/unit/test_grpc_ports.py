@@ -13,7 +13,7 @@ from gateway.config.settings import Settings
 HOST = "127.0.0.77"  # whose ports no server of the tests uses
 
 
-def test_up_chooses_tritons_usual_grpc_port_if_it_is_free_and_not_set(
+def test_up_chooses_the_usual_grpc_port_of_triton_if_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(PORT_SETTING, raising=False)

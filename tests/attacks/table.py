@@ -1,7 +1,7 @@
 """Requests, calls, uploads and files that cost far more than they say, and what each may cost at most.
 
 Each body, call, upload and watched file that the gateway reads needs a row:
-`tests/project/unit/test_attacks.py` compares the table with the routes and codecs.
+`tests/attacks/unit/test_table.py` compares the table with the routes and codecs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import yaml
 from PIL import Image
 from tritonclient.grpc import service_pb2
 
+from tests.attacks.corpus import FORM, IMAGES, encode_form
 from tests.capabilities.grpc_api.support.grpc_gateway import INFER, SERVICE, STREAM
 from tests.capabilities.grpc_api.support.http2 import (
     CANCEL,
@@ -41,22 +42,24 @@ from tests.capabilities.grpc_api.support.http2 import (
 from tests.capabilities.uploads.support.uploads import FIRST
 from tests.support import hostile_files as hostile
 from tests.support import keys
-from tests.support.corpus import FORM, IMAGES, encode_form
 from tests.support.images import encoded
 from tests.support.load import Pool, get, post
 from tests.support.model_zoo.zoo import TEXT_MODELS, identity, image
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
-KIB, MIB = 1 << 10, 1 << 20
-JPEG, PNG, WEBP, JSON = "image/jpeg", "image/png", "image/webp", "application/json"
-NPY, NPZ, TEXT, BYTES = (
-    "application/x-npy",
-    "application/x-npz",
-    "text/plain",
-    "application/octet-stream",
-)
+KIB = 1 << 10
+MIB = 1 << 20
+JPEG = "image/jpeg"
+PNG = "image/png"
+WEBP = "image/webp"
+JSON = "application/json"
+NPY = "application/x-npy"
+NPZ = "application/x-npz"
+TEXT = "text/plain"
+BYTES = "application/octet-stream"
 NDJSON = "application/x-ndjson"
-GZIP, DEFLATE = "Content-Encoding: gzip", "Content-Encoding: deflate"
+GZIP = "Content-Encoding: gzip"
+DEFLATE = "Content-Encoding: deflate"
 # Loaded on demand: those that are asked for, and one of another caller.
 KEPT = identity("kept", "FP32", (-1,))
 ON_DEMAND = [identity(f"asked{number:02}", "FP32", (-1,)) for number in range(8)]
@@ -148,9 +151,11 @@ class Upload:
         path = f"/v1/models/upload-{os.getpid()}-{next(UPLOADED)}"
         if self.kind == "config":
             fields = ("model", BYTES, FIRST), ("config", BYTES, self.make_file())
-            content_type, body = FORM, encode_form(*fields)
+            content_type = FORM
+            body = encode_form(*fields)
         else:
-            content_type, body = BYTES, self.make_file()
+            content_type = BYTES
+            body = self.make_file()
         put = HttpRequest(path, content_type, lambda: body, method="PUT", key=keys.ADMIN)
         status = await put.send(attacker)
         if status == "201":
@@ -254,7 +259,8 @@ class HeldCalls:
             return await asyncio.to_thread(self._hold, attacker.site.grpc_address)
 
     def _hold(self, address: str) -> str:
-        messages, queues = self.make_messages(), [Queue[bytes | None]() for _ in range(self.count)]
+        messages = self.make_messages()
+        queues = [Queue[bytes | None]() for _ in range(self.count)]
         with ExitStack() as stack:
             calls = []
             for queue in queues:
@@ -337,7 +343,8 @@ def overlapping_entries() -> bytes:
 
 def directory(size: int) -> bytes:
     archived = hostile.archive([("x", b"")], zipfile.ZIP_STORED)
-    start, end = archived.rindex(b"PK\1\2"), archived.rindex(b"PK\5\6")
+    start = archived.rindex(b"PK\1\2")
+    end = archived.rindex(b"PK\5\6")
     return archived[:start] + archived[start:end] * (size // (end - start)) + archived[end:]
 
 
@@ -374,7 +381,8 @@ EXIF_BLOCKS = (
 
 
 def image_attacks() -> Iterator[tuple[str, Attack]]:
-    jpeg, grey = partial(infer, "images", JPEG), partial(infer, "images", PNG)
+    jpeg = partial(infer, "images", JPEG)
+    grey = partial(infer, "images", PNG)
     progressive = IMAGES[JPEG][1]
     yield "1 MiB of fill bytes in a JPEG", refused(jpeg(partial(hostile.padded_jpeg, MIB)))
     yield (
@@ -411,7 +419,8 @@ def image_attacks() -> Iterator[tuple[str, Attack]]:
 
 
 def numpy_attacks() -> Iterator[tuple[str, Attack]]:
-    npy, npz = partial(infer, "free_texts", NPY), partial(infer, "numbers", NPZ)
+    npy = partial(infer, "free_texts", NPY)
+    npz = partial(infer, "numbers", NPZ)
     headers = [*hostile.NPY_HEADERS.values(), b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65_535]
     yield ".npy: headers that contradict themselves", refused(*map(npy, map(fixed, headers)))
     nothing = hostile.npy_of(f"({10**15},)", "'|S0'")
@@ -588,7 +597,8 @@ def text_attacks() -> Iterator[tuple[str, Attack]]:
 
 @cache
 def zlib_bomb(size_mib: int, window_bits: int) -> bytes:
-    packed, piece = zlib.compressobj(9, wbits=window_bits), bytes(MIB)
+    packed = zlib.compressobj(9, wbits=window_bits)
+    piece = bytes(MIB)
     return b"".join(packed.compress(piece) for _ in range(size_mib)) + packed.flush()
 
 
@@ -700,7 +710,8 @@ def grpc_code(number: int) -> str:
     return next(str(code.name) for code in grpc.StatusCode if code.value[0] == number)
 
 
-HEALTH, REFLECTION = "/grpc.health.v1.Health", "ServerReflection/ServerReflectionInfo"
+HEALTH = "/grpc.health.v1.Health"
+REFLECTION = "ServerReflection/ServerReflectionInfo"
 SMALL_METHODS = (
     *(
         f"{SERVICE}/{name}"
@@ -819,7 +830,8 @@ def deep_folders() -> bytes:
 def headers_of_tar() -> bytes:
     header = tarfile.TarInfo("x")
     content = b"6 a=b\n" * 10_000
-    header.type, header.size = b"x", len(content)
+    header.type = b"x"
+    header.size = len(content)
     return (header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)) * 400
 
 

@@ -33,8 +33,8 @@ from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
 from gateway.tensors.zip_files import PIECE_BYTES
 from gateway.triton.sequence import parse_sequence_headers
-from tests.support.corpus import IMAGES, V2_BODY, valid_requests
-from tests.support.fuzzing import MAX_INPUT_BYTES, Target
+from tests.attacks.corpus import IMAGES, V2_BODY, valid_requests
+from tests.attacks.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.hostile_files import read_form
 from tests.support.servers import ROOT
 
@@ -166,12 +166,14 @@ def upload_targets() -> Iterator[Target]:
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 
-    plain, packed = BytesIO(), BytesIO()
+    plain = BytesIO()
+    packed = BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("model/" + "long" * 40))
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("model/1/model.onnx", b"x" * 1000)
-    tars, zips = [plain.getvalue()], [packed.getvalue()]
+    tars = [plain.getvalue()]
+    zips = [packed.getvalue()]
     yield Target("tar archives", extract_from(".tar"), tars, REFUSALS)
     yield Target("ZIP archives", extract_from(".zip"), zips, REFUSALS)
     configs = [b'name: "m" input { name: "X" dims: [ 1 ] }', b'{"name": "m", "input": []}']

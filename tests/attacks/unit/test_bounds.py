@@ -70,10 +70,11 @@ def text_model(dims: list[int], max_batch_size: int) -> Signature:
         ([-1, 1], 0, 0, ""),
     ],
 )
-def test_inferences_of_a_request_are_limited_before_its_rows_are_read(
+def test_inferences_are_limited_before_rows_are_read(
     dims: list[int], max_batch_size: int, most: int, words: str
 ) -> None:
-    model, limits = text_model(dims, max_batch_size), PayloadLimits(max_inferences=5)
+    model = text_model(dims, max_batch_size)
+    limits = PayloadLimits(max_inferences=5)
     assert model.count_inferences(most) == (5 if words else 1)
     check_row_count(model, most, limits)
     rows = ["a"] * (most or 100)

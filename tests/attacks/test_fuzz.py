@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.project.support.fuzz_targets import targets
-from tests.support.fuzzing import Target, fuzz
+from tests.attacks.fuzz_targets import targets
+from tests.attacks.fuzzing import Target, fuzz
 
 TARGETS = targets()
 every_target = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -67,7 +67,8 @@ def convert_to(datatype: str, values: list[Any]) -> None:
 
 
 FORM_START = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'
-JPEG, PNG = hostile.jpeg(), hostile.png()
+JPEG = hostile.jpeg()
+PNG = hostile.png()
 WEBP = b"RIFF\xff\xff\xff\0WEBPVP8X\n\0\0\0" + bytes(10)
 # What parses an input that begins, repeats and ends like this. A parser of what clients send belongs here.
 PARSERS: dict[str, tuple[Callable[[Any], object], Any, Any, Any]] = {

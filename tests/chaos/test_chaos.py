@@ -10,12 +10,13 @@ from tests.chaos.run import run
 
 pytestmark = pytest.mark.long
 
-SEED, STEPS = 3044, 12  # almost every kind of fault and change
+SEED = 3044
+STEPS = 12  # almost every kind of fault and change
 PATIENCE = 4.0  # other tests run meanwhile
 
 
 @pytest.mark.fault("a gateway, Redis or a Triton is killed or paused while models are loaded and")
 @pytest.mark.timeout(900)
-def test_fleet_is_as_acknowledged_after_random_faults_and_changes(tmp_path: Path) -> None:
+def test_fleet_is_as_acknowledged_after_random_faults(tmp_path: Path) -> None:
     """Takes long: each step waits until the fleet has settled."""
     run(tmp_path, SEED, STEPS, patience=PATIENCE)

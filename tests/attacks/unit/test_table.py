@@ -16,9 +16,7 @@ from gateway.routes.passthrough.rules import ROUTE_RULES, Forwarding
 from gateway.services import build_components
 from gateway.tensors.codecs import CODECS, parse_body_type
 from gateway.tensors.images import FORMATS
-from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
-from tests.interface.openapi import build_document
-from tests.project.support.attacks import (
+from tests.attacks.table import (
     ATTACKS,
     FileChange,
     FrameWriter,
@@ -27,6 +25,8 @@ from tests.project.support.attacks import (
     HttpRequest,
     Upload,
 )
+from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
+from tests.interface.openapi import build_document
 
 REQUESTS = [request for attack in ATTACKS.values() for request in attack.requests]
 HTTP_REQUESTS = [request for request in REQUESTS if isinstance(request, HttpRequest)]

@@ -24,7 +24,9 @@ def apply(effect: Effect) -> WorldEffect:
     return lambda before: effect(before, DETAILS)
 
 
-LOAD, UNLOAD, DELETE = apply(world.load), apply(world.unload), apply(world.delete)
+LOAD = apply(world.load)
+UNLOAD = apply(world.unload)
+DELETE = apply(world.delete)
 BROKEN_UPLOAD = apply(world.upload_broken)
 
 
