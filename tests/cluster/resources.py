@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import yaml
 
+from tests.support.documents import find_block
 from tests.support.keys import ADMIN, INFER, entry
 from tests.support.manifests import K8S, Resource, build, containers
-from tests.support.servers import ROOT
 
 GATEWAY = "triton-gateway"
 TRITON = "triton"
@@ -36,10 +36,8 @@ SECRETS: Final = (KEYS_SECRET, STATE_SECRET)
 
 
 def read_changes() -> dict[str, Any]:
-    """Return the patches of kubernetes.md for small nodes, and the `replicas` that the overlay suggests."""
-    page = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
-    blocks = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (patches,) = (block for block in blocks if "/requests/" in block)
+    """Return the documented patches for small nodes, and the `replicas` that the overlay suggests."""
+    patches = find_block("yaml", "/requests/")
     overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
     (replicas,) = re.findall(r"^# (replicas:\n(?:#   .*\n)+)", overlay, re.MULTILINE)
     return {
@@ -116,7 +114,7 @@ def build_secret(name: str, texts: Mapping[str, str]) -> Resource:
 
 
 def list_secrets() -> list[Resource]:
-    """Return the Secrets that kubernetes.md creates before the objects."""
+    """Return the Secrets that exist before the objects."""
     state = build_secret(STATE_SECRET, {"password": STATE_PASSWORD})
     return [build_keys_secret(format_keys()), build_secret(METRICS_SECRET, {"key": ADMIN}), state]
 

@@ -1,4 +1,4 @@
-"""The commands of docs/operate/kubernetes.md in their order, as the page has them, without a cluster.
+"""The documented commands for Kubernetes in the order of their page, without a cluster.
 
 Programs in place of kubectl and helm render what a cluster would get. For the other commands they call the
 real ones with an address where nothing listens: these check the arguments first.
@@ -19,11 +19,12 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.documents import DOCUMENTS
 from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Manifests, containers
 from tests.support.servers import ROOT
 
-DEPLOY = ROOT / "docs" / "operate" / "kubernetes.md"
+DEPLOY = next(path for path in DOCUMENTS if "# Uninstall\n" in path.read_text())
 # They build and move images, and install the command: all of that is there.
 PREPARATION = ("docker ", "kind ", "pip ")
 KEY = re.compile(r"tgw_[\w-]+")
@@ -43,7 +44,8 @@ def read_journeys() -> dict[str, list[str]]:
     Raises `ValueError` if the page has more or fewer blocks of commands than are known here.
     """
     sections = read_sections(DEPLOY.read_text())
-    dev, prod, ask, wait = read_blocks(sections["Install"])
+    (install,) = (text for text in sections.values() if "kubectl apply -k k8s/overlays/dev" in text)
+    dev, prod, ask, wait = read_blocks(install)
     (chart,) = read_blocks(sections["Helm"])
     (end,) = read_blocks(sections["Uninstall"])
     end_of_dev, *end_of_chart = re.findall(r"`((?:kubectl|helm) [^`]+)`", sections["Uninstall"])

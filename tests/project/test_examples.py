@@ -26,6 +26,7 @@ from tests.support.documents import (
     examples,
     matches,
     python_programs,
+    read_all,
 )
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 
@@ -85,8 +86,8 @@ def test_commands_for_language_models_print_what_the_page_says(
 
 
 def test_every_model_has_a_readme_and_a_valid_config() -> None:
-    overview = (ROOT / "docs/serve/bring-your-model.md").read_text()
-    assert sorted(re.findall(r"^\| \[(\w+)\]\(", overview, re.MULTILINE)) == MODELS
+    rows = re.findall(r"^\| \[(\w+)\]\([./]*/triton_repo_examples/", read_all(), re.MULTILINE)
+    assert sorted(rows) == MODELS
     assert [readme.parent.name for readme in READMES] == MODELS
     names = []
     for path in REPOSITORY.glob("*/**/*.pbtxt"):

@@ -21,6 +21,7 @@ from gateway.config.settings import Settings, list_setting_names
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.models_file import parse_models_file
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from tests.support.documents import read_all
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, containers, ports, quantity
 from tests.support.missing import find_program
@@ -650,10 +651,8 @@ def test_prometheus_operator_finds_its_objects(
 
 
 def test_documented_command_uninstalls_all_but_the_namespace() -> None:
-    deploying = (ROOT / "docs/operate/kubernetes.md").read_text()
-    (label,) = re.findall(
-        r"^kubectl delete -k k8s/overlays/prod -l '!(\S+)'$", deploying, re.MULTILINE
-    )
+    command = r"^kubectl delete -k k8s/overlays/prod -l '!(\S+)'$"
+    (label,) = re.findall(command, read_all(), re.MULTILINE)
     prod = Manifests.of("prod")
     kept = [each for each in prod.resources if label in each["metadata"].get("labels", {})]
     assert [each["kind"] for each in kept] == ["Namespace"]

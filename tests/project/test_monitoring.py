@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from deploy.monitoring import prometheusrule
+from tests.support.documents import read_all
 from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.tools import TRITON
@@ -270,13 +271,13 @@ def test_documents_name_every_alert_and_existing_panels() -> None:
     assert panels <= {panel["title"] for panel in PANELS}
 
 
-# The page of questions, before a real Prometheus.
+# Questions of operators.
 
 
 def read_questions() -> dict[str, str]:
-    """The questions of the page, and the text below each."""
-    page = (ROOT / "docs/operate/metrics.md").read_text()
-    return dict(re.findall(r"^## ([^\n]+\?)\n(.+?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    """The documented questions that a query answers, and the text below each."""
+    sections = re.findall(r"^## ([^\n]+\?)\n(.+?)(?=^# |^## |\Z)", read_all(), re.M | re.DOTALL)
+    return {question: text for question, text in sections if "```promql" in text}
 
 
 def queries_in(section: str) -> list[str]:
@@ -290,6 +291,7 @@ def panels_in(section: str) -> set[str]:
 
 def test_questions_name_existing_panels_and_metrics(known: dict[str, frozenset[str]]) -> None:
     titles = {panel["title"] for panel in PANELS}
+    assert read_questions()
     for section in read_questions().values():
         assert panels_in(section) <= titles
         for query in queries_in(section):

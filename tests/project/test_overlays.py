@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 from gateway import __version__
+from tests.support.documents import find_block
 from tests.support.manifests import K8S, Manifests, Resource, build, quantity
 from tests.support.missing import find_program
-from tests.support.servers import ROOT
 
 GATEWAY = "triton-gateway"
 TRITON = "triton"
-DEPLOY = (ROOT / "docs" / "operate" / "kubernetes.md").read_text()
 PROD = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
 
 
@@ -39,8 +38,7 @@ def list_components(*names: str) -> list[str]:
 
 @pytest.mark.parametrize("components", [(), ("redis-state", "cpu-only")])
 def test_documented_patches_lower_the_requests(tmp_path: Path, components: tuple[str, ...]) -> None:
-    found = re.findall(r"^```yaml\n(patches:\n.*?)^```", DEPLOY, re.MULTILINE | re.DOTALL)
-    (patches,) = (each for each in found if "/requests/" in each)
+    patches = find_block("yaml", "/requests/")
     document = {"resources": ["k8s/base"], "components": list_components(*components)}
     made = render(tmp_path, document | yaml.safe_load(patches))
     requests = made.pod(TRITON)["containers"][0]["resources"]["requests"]
@@ -113,7 +111,7 @@ def test_size_of_the_ingress_follows_the_setting(tmp_path: Path) -> None:
 @pytest.mark.long  # seven clones
 def test_documented_overlay_names_a_version_and_equals_prod(tmp_path: Path) -> None:
     """kustomize fetches a real repository, which has nothing but this folder."""
-    (block,) = re.findall(r"```yaml\n(# kustomization\.yaml\n.*?)```", DEPLOY, re.DOTALL)
+    block = find_block("yaml", "# kustomization.yaml\n")
     repository = tmp_path.resolve() / "repository"
     shutil.copytree(K8S, repository / "k8s")
     author = ("-c", "user.name=x", "-c", "user.email=x@example.com")

@@ -65,6 +65,18 @@ def python_programs(document: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def read_all() -> str:
+    """The text of all documents, for what stands in one of them, wherever that is."""
+    return "\n".join(path.read_text() for path in DOCUMENTS)
+
+
+def find_block(language: str, words: str) -> str:
+    """The only block of a language that has these words."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", read_all(), re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if words in block)
+    return str(found)
+
+
 def strip_fence(block: str) -> str:
     return block.split("\n", 1)[1].removesuffix("```\n")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +19,10 @@ import numpy as np
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from gateway import __version__
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.repository.state.content import ALL, DesiredModel
+from gateway.repository.state.places import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
     list_held,
     model_names,
@@ -27,7 +32,7 @@ from tests.capabilities.on_demand.support.on_demand import (
 from tests.capabilities.page.support import browser
 from tests.capabilities.uploads.support.uploads import FIRST, SECOND, triton_of
 from tests.capabilities.versions.support import versioned
-from tests.support.keys import ADMIN, INFER, entry, written
+from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.model_zoo.zoo import (
     COUNTING,
     MODELS,
@@ -39,7 +44,7 @@ from tests.support.model_zoo.zoo import (
 )
 from tests.support.nginx import PREFIX, serve_below_prefix
 from tests.support.servers import ROOT, Command, Triton, free_ports, gateway_before, triton_with
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 pytestmark = browser.is_required
 IMAGES = ROOT / "docs" / "images"
@@ -52,6 +57,7 @@ SHOWN = {
     "live": "#rate-chart canvas",
 }
 PREFIX_FRAGMENTS = {"docs": "docs?model=text_ensemble", "guide": "guide/use/page.md"}
+MAX_FIRST_REQUESTS = 15  # until the first model can be tried
 # What is typed for a tensor of a shape, and what is sent or said.
 TYPED: tuple[tuple[str, list[int], str], ...] = (
     ("9223372036854775807", [1], "9223372036854775807"),  # which JavaScript cannot count to
@@ -122,8 +128,7 @@ def kept() -> list[Model]:
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Names]]:
     """The models of the demonstration, and those with random names."""
-    folder = tmp_path_factory.mktemp("renamed")
-    names = Names(seed=11)
+    folder, names = tmp_path_factory.mktemp("renamed"), Names(seed=11)
     write_repository(folder, names, kept())
     load = ("ensemble", "text_ensemble", "tokens", *(names.model(model.name) for model in kept()))
     folders = (ROOT / "triton_repo", ROOT / "triton_repo_examples", folder)
@@ -213,7 +218,16 @@ def test_drawn_digit_is_recognized(page: browser.Page, demo_url: str) -> None:
 
 
 @pytest.mark.long
-def test_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
+def test_line_is_drawn_with_the_keyboard(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.type("canvas", Keys.ARROW_UP * 8 + " " + Keys.ARROW_DOWN * 16 + " ")
+    page.see(".drawing", "pen up")
+    page.type("canvas", Keys.CONTROL + Keys.ENTER)
+    assert best_label(page) == "1"
+
+
+@pytest.mark.long
+def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.choose("file")
     assert page.all("input[type=file][accept='image/*'][capture]")  # shown where fingers point
@@ -228,6 +242,150 @@ def test_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
     page.click("#infer")
     page.until(lambda: page.text("#response-body .scores tbody th") == "7", "a seven")
     assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
+    page.clipboard(allowed=True)
+    page.copy_image((IMAGES / "seven.png").read_bytes())
+    page.type("body", Keys.CONTROL + "v")
+    page.see(".drop", "image.png")
+    page.click("#infer")
+    command(page, "@image.png -H 'Content-Type: image/png'")
+    assert best_label(page) == "7"
+
+
+@pytest.mark.long
+def test_curl_command_is_copied(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    page.see("#code-note", "placeholders")
+    page.type("textarea", 'it\'s a "text"')
+    page.clipboard(allowed=False)
+    page.click("#curl-copy")
+    page.see("#curl-copied", "selected")
+    line = page.text("#curl")
+    assert page.run("return getSelection().toString()") == line
+    page.clipboard(allowed=True)
+    page.click("#curl-copy")
+    page.until(lambda: page.text("#curl-copied") == "copied", "copied")
+    assert page.copied() == line
+    answer = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
+
+
+@pytest.mark.long
+def test_similarity_of_two_texts_is_shown(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    page.type("#try-form textarea", "The doctor examined the patient.")
+    page.click("#infer")
+    assert "384 numbers" in page.see("#response-body figcaption", "norm 1")
+    assert not visible_tags(page, "#cosine")
+    page.click(".compare")
+    second = page.all("#try-form .field-text textarea")[1]
+    second.send_keys("A physician looked at the sick man.")
+    page.click("#infer")
+    like = float(page.text("#cosine"))
+    assert page.text(".similarity").split()[-1] in ("similar", "related")
+    second.clear()
+    second.send_keys("The ship left the harbour at dawn.")
+    page.click("#infer")
+    page.until(lambda: float(page.text("#cosine")) < like - 0.3, "another similarity")
+
+
+@pytest.mark.long
+def test_start_shows_a_model_with_a_drawing_and_the_version(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url)
+    page.find("canvas")
+    chosen = page.find("#model-list [aria-selected=true]")
+    assert chosen.get_attribute("data-value") == "ensemble"
+    assert page.text("#model-head").startswith("Handwritten digits")
+    assert "Pipeline of 3 models" in page.text("#model-facts")
+    assert f"triton-gateway {__version__}" in page.text("footer")
+    links = {one.text: str(one.get_attribute("href")) for one in page.all("footer a")}
+    assert links["API"] == f"{page.origin}/docs"
+    assert "Documentation" not in links
+
+
+def test_key_is_asked_for_until_it_is_valid_and_kept_in_the_tab_alone(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.refusals = {401, 403}
+    page.open(renamed.url)
+    page.see("#key-dialog", "A key is required.")
+    page.type("#key", "wrong\n")
+    page.see("#key-reason", "Unknown key.")
+    page.type("#key", f"{INFER}\n")
+    page.find("#try-form fieldset")
+    assert page.run("return [localStorage.length, document.cookie]") == [0, ""]
+    assert INFER not in page.driver.page_source
+    # It sees the models, and neither the replicas nor the metrics.
+    page.click("nav a[href='#fleet']")
+    page.see("#fleet-notice", "administrator's key")
+    assert page.all("#models tbody tr")
+    assert not page.all("#replicas .replica")
+    page.click("nav a[href='#live']")
+    page.see("#live-notice", "lacks the role")
+    page.click("#key-button")
+    page.click("#key-remove")
+    page.see("#live-notice", "A key is required.")
+
+
+def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.refusals = {403}
+    page.open(renamed.url, "#fleet", key=INFER)
+    model = renamed.names.model("picture")
+    buttons = f'#models tr[data-key="{model}"] button'
+    page.find("#models tbody tr")
+    page.see("#fleet-notice", "administrator's key")
+    assert not visible_tags(page, f"{buttons}, #upload-open")  # which this key may not use
+    page.click("#fleet-notice button")
+    page.type("#key", f"{ADMIN}\n")
+    page.find(buttons)
+    page.find("#upload-open")
+    page.all(buttons)[1].click()
+    page.see("#confirm-dialog", model)
+    page.click("#confirm-button")
+    row = f'#models tr[data-key="{model}"]'
+    assert "UNAVAILABLE" in page.see(f"{row} .report", "Is unloaded on every replica")
+    page.see("#toasts", f"{model} is unloaded on every replica.")
+    assert not visible_tags(page, f"{row} .report.bad, #toasts .bad")  # it was intended
+    page.find(f"{buttons}:nth-of-type(2):disabled")
+    page.see("#replicas", "Up")
+    page.see("#events", f"unload model {model}: none → loaded false succeeded")
+    page.see(f'#models tr[data-key="{model}"] .state', "Not loaded")
+    assert not visible_tags(page, f'#models tr[data-key="{model}"] .bad')
+    page.all(buttons)[0].click()
+    assert "READY" in page.see(f"{row} .report", "Is loaded on every replica")
+    page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@pytest.mark.long
+def test_model_that_is_not_loaded_can_be_loaded_by_an_administrator(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.refusals = {404, 422}
+    page.open(renamed.url, renamed.fragment("picture"), key=INFER)
+    page.find("#try-form fieldset")
+    assert page.text("#model-facts")
+    page.run("location.hash = '#try/nosuchmodel'")
+    page.see("#try-notice", "There is no model nosuchmodel.")
+    assert not page.all("#model-facts")[0].text
+    page.click("#try-notice button")  # Choose another
+    page.find("#try-form fieldset")
+    for view in ("try", "model"):
+        page.run("location.hash = arguments[0]", f"#{view}/countdown")
+        page.see("#model-title", "countdown")
+        page.see(f"#{view}-unloaded", "Not loaded")
+        page.see(f"#{view}-unloaded", "Ask an administrator")
+        assert not visible_tags(page, "#try-body, #model-body")
+        assert visible_tags(page, "#model-list .option")
+    page.open(renamed.url, "#model/countdown", key=ADMIN)
+    page.click("#model-unloaded button")
+    page.see("#model-head", "countdown")
+    page.see("#model-tensors", "input")
+    page.run("location.hash = '#fleet'")
+    page.see('#models tr[data-key="countdown"]', "Ready")
+    assert not faults(page)
 
 
 @pytest.mark.long
@@ -303,7 +461,7 @@ def test_dropped_model_is_uploaded_with_an_administrators_key(
 
 
 @pytest.mark.long
-def test_files_of_an_uploaded_folder_are_managed(
+def test_folder_is_uploaded_and_its_files_are_listed_downloaded_and_deleted(
     page: browser.Page, uploads: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "in a folder"
@@ -343,7 +501,81 @@ def test_files_of_an_uploaded_folder_are_managed(
 
 
 @pytest.mark.long
-def test_form_follows_the_signature_and_code_hides_the_key(
+def test_refused_upload_says_why_and_can_be_sent_again(
+    page: browser.Page, uploads: str, tmp_path: Path
+) -> None:
+    page.refusals = {422}
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-open")
+    page.drop_files("#tiles", a=b"1", b=b"2")
+    page.see("#upload-result", "Drop one file")
+    page.drop_files("#upload-form", **{"words.onnx": b"no network"})
+    page.click("#upload-start")
+    page.see("#upload-result", "'words.onnx' is not a .onnx file")
+    assert page.find("#upload-result").get_attribute("role") == "status"
+    assert not faults(page)
+    (tmp_path / "words.onnx").write_bytes(SECOND)
+    page.select_files("#upload-file", tmp_path / "words.onnx")
+    page.find("#upload-name").clear()
+    page.click("#upload-start")
+    page.see("#upload-result", "Enter a name for the model.")
+    page.type("#upload-name", "words\n")
+    page.see("#upload-result", "words version 1 is loaded.")
+
+
+@pytest.mark.long
+def test_large_upload_shows_its_progress_and_can_be_cancelled(
+    page: browser.Page, uploads: str
+) -> None:
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.find("#upload-open")
+    page.run(
+        """
+        const dropped = new DataTransfer();
+        dropped.items.add(new File(Array(256).fill(new Uint8Array(1 << 20)), "large.plan"));
+        const zone = document.querySelector("#tiles");
+        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
+        """
+    )
+    page.see("#upload-selected", "large.plan, 256.0 MiB")
+    page.run(
+        """
+        const bar = document.querySelector("#upload-progress");
+        const cancel = document.querySelector("#upload-cancel");
+        window.fractions = [];
+        const watch = new MutationObserver(() => {
+            window.fractions.push(bar.value);
+            if (bar.value > 0) cancel.click();
+        });
+        watch.observe(bar, { attributes: true });
+        document.querySelector("#upload-start").click();
+        """
+    )
+    page.see("#upload-result", "The upload was cancelled.")
+    assert any(0 < fraction < 1 for fraction in page.run("return window.fractions"))
+    assert page.run("return document.querySelector('#upload-busy').hidden")
+    assert not page.all('#models tr[data-key="large"]')
+
+
+@pytest.mark.long
+async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    state = f"file://{tmp_path}/state.db"
+    await open_state_store(state).set_desired_model("lost", DesiredModel(ALL))
+    with gateway_of(page, triton[0], state=state) as client:
+        page.open(str(client.base_url), "#fleet")
+        row = '#models tr[data-key="lost"]'
+        page.see(row, "load pending")
+        page.click(f"{row} button:nth-of-type(2):enabled")
+        page.see("#confirm-dialog", "lost")
+        page.click("#confirm-button")
+        page.see("#toasts", "is unloaded on every replica")
+        page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
+
+
+@pytest.mark.long
+def test_unknown_model_gets_a_form_by_its_signature_and_code_without_the_key(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
     page.open(renamed.url, renamed.fragment("pair"), key=INFER)
@@ -357,6 +589,37 @@ def test_form_follows_the_signature_and_code_hides_the_key(
         page.click(f"#tab-{language}")
         assert "KEY" in page.text("#curl")
         assert INFER not in page.driver.page_source
+
+
+@pytest.mark.long
+def test_optional_input_may_be_left_out(page: browser.Page, renamed: RenamedModels) -> None:
+    page.open(renamed.url, renamed.fragment("optional"), key=INFER)
+    page.click("#infer")
+    page.see(f"{renamed.input('X')} [role=alert]", "enter values")
+    page.type(f"{renamed.input('X')} textarea", "1, 2, x")
+    page.click("#infer")
+    page.see(f"{renamed.input('X')} [role=alert]", "neither JSON nor a number")
+    page.find(f"{renamed.input('X')} textarea").clear()
+    page.type(f"{renamed.input('X')} textarea", "1\n2\n3")
+    page.type(f"{renamed.input('FACTOR')} input[type=number]", "10")
+    page.click("#infer")
+    assert page.see(renamed.output("Y"), "10").split()[-3:] == ["10", "20", "30"]
+
+
+@pytest.mark.long
+def test_picture_is_drawn_for_an_input_and_shown_for_an_output(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.open(renamed.url, renamed.fragment("nchw"), key=INFER)
+    page.drag("canvas", (-30, -30), (30, 30))
+    page.click("#infer")
+    page.find(f"{renamed.output('Y')} canvas")
+    assert "4 × 6" in page.text(f"{renamed.output('Y')} figcaption")
+    page.open(renamed.url, renamed.fragment("picture"), key=INFER)
+    page.type("fieldset input[type=number]", "9")
+    page.click("#infer")
+    shown = page.find(f"{renamed.output('PNG')} img")
+    page.until(lambda: shown.get_property("naturalWidth") == 9, "a picture")
 
 
 def test_markup_in_a_response_is_shown_as_text(page: browser.Page, renamed: RenamedModels) -> None:
@@ -520,6 +783,54 @@ def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
     assert not faults(page)
 
 
+@pytest.mark.long
+def test_example_is_filled_in_and_run(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble", first_visit=True)
+    page.see("#response-state", "Example · ")
+    assert best_label(page) == "7"
+    assert len(page.all(".sample-value img")) == 6
+    page.all(".sample-value")[1].click()
+    page.until(lambda: page.text("#response-body .scores tbody th") == "3", "the next example")
+    page.run("location.hash = 'try/text_ensemble'")  # which is not the first model of the tab
+    page.see("#response-body", "The answer appears here")
+    page.click(".sample-value")
+    page.see("#curl", "The ship left the harbour")
+    page.see("#response-body figcaption", "384 numbers")
+
+
+@pytest.mark.long
+def test_boolean_is_a_checkbox_that_its_sample_checks(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.open(renamed.url, renamed.fragment("flag"), key=INFER)
+    page.click(".sample-value")
+    assert page.find("fieldset input[type=checkbox]").is_selected()
+    page.see(renamed.output("Y"), "true")
+
+
+@pytest.mark.long
+def test_several_images_are_one_request_with_a_result_beside_each(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.choose("file")
+    images = [IMAGES / "seven.png", IMAGES / "three.jpg"]
+    page.select_files("input[type=file]:not([capture])", *images)
+    assert len(page.all(".thumbnails img")) == 2
+    page.click("#infer")
+    page.see("#response-state", "2 files")
+    answers = page.all("#response-body .batch > li")
+    assert [answer.find_element("css selector", ".name").text for answer in answers] == [
+        "seven.png",
+        "three.jpg",
+    ]
+    best = [answer.find_element("css selector", ".scores tbody th").text for answer in answers]
+    assert best == ["7", "3"]
+    assert all(answer.find_elements("css selector", "img") for answer in answers)
+    assert "-F image=@seven.png -F image=@three.jpg" in command(page)
+    assert not faults(page)
+
+
 def run_programs(page: browser.Page, folder: Path, key: str = "") -> Iterator[str]:
     """Run the code of each tab beside the files that it names, and yield its output."""
     languages = {"curl": ["bash"], "python": [sys.executable], "javascript": ["node"]}
@@ -594,6 +905,137 @@ def test_code_for_arrays_runs(page: browser.Page, renamed: RenamedModels, tmp_pa
 
 
 @pytest.mark.long
+def test_code_of_each_language_sends_the_same_request(
+    page: browser.Page, demo_url: str, tmp_path: Path
+) -> None:
+    page.open(demo_url, "#try/text_ensemble")
+    assert "some text" not in page.see("#curl", "The ship left")  # the sample stands in
+    page.type("textarea", 'it\'s a "text" \\ of {words} $HOME')
+    page.click("#tab-python")
+    python = page.see("#curl", "from gateway.client import Client")
+    page.click("#tab-javascript")
+    javascript = page.see("#curl", "fetch(")
+    page.click("#tab-curl")
+    curl = page.see("#curl", "curl -s")
+    page.click("#infer")
+    page.see("#response-body figcaption", "384 numbers")
+    assert python != javascript != curl
+    for answer in run_programs(page, tmp_path):
+        assert "EMBEDDING" in answer
+
+
+@pytest.mark.long
+def test_earlier_request_of_the_session_is_shown_again(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.click(".sample-value")
+    page.see("#response-body .scores", "7")
+    page.click("[data-value=text_ensemble]")
+    page.see("#curl", "text_ensemble")
+    page.click(".sample-value")
+    page.see("#response-body figcaption", "384 numbers")
+    entries = [entry.text for entry in page.all("#history-list .summary")]
+    assert entries[0] == "384 numbers"
+    assert entries[1].startswith("7 · ")
+    page.all("#history-list button")[1].click()
+    page.see("#response-body .scores", "7")
+    page.see("#response-state", "earlier")
+    page.see(".drop", "sample.png")
+    assert page.run("return location.hash") == "#try/ensemble"
+    page.click("#compare-button")
+    page.see("#compare-hint", "Choose two requests.")
+    for index in (0, 1):
+        page.all("#history-list button")[index].click()
+    similar, digits = page.all("#comparison .card")
+    assert "384 numbers" in similar.text
+    assert digits.find_element("css selector", ".winner").text.startswith("7")
+    assert not faults(page)
+    page.click("#compare-button")
+    assert not visible_tags(page, "#comparison")
+
+
+@pytest.mark.long
+def test_response_is_downloaded(page: browser.Page, demo_url: str, tmp_path: Path) -> None:
+    download = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", download)
+    page.open(demo_url, "#try/ensemble")
+    page.click(".sample-value")
+    page.click("#answer-download")
+    page.until((tmp_path / "response.json").exists, "the file")
+    answer = json.loads((tmp_path / "response.json").read_text())
+    assert answer["outputs"]["result"]["predictions"][0]["label"] == "7"
+
+
+@pytest.mark.long
+def test_models_are_searched_by_name(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("canvas")
+    # Steps of pipelines are folded, and found.
+    assert page.text("#steps-toggle") == "6 steps of pipelines"
+    assert not visible_tags(page, "[data-value=text_core]")
+    page.type("body", "/")
+    page.type("#model-search", "TEXT_")
+    options = [option.get_attribute("data-value") for option in page.all("#model-list .option")]
+    assert options[:3] == ["text_core", "text_ensemble", "text_join"]
+    assert options[3:] == ["text_postprocessing", "text_preprocessing"]
+    assert {mark.text for mark in page.all("#model-list mark")} == {"text_"}
+    assert not faults(page)
+    page.type("#model-search", Keys.ARROW_DOWN)
+    active = page.find("#model-search").get_attribute("aria-activedescendant")
+    assert page.find(f"#{active}.active").get_attribute("data-value") == "text_ensemble"
+    page.type("#model-search", Keys.ENTER)
+    page.see("#model-name", "text_ensemble")
+    assert page.run("return location.hash") == "#try/text_ensemble"
+    page.type("#model-search", "ocx")
+    page.see("#model-none", "Nothing matches “ocx”.")
+    page.type("#model-search", Keys.ESCAPE)
+    assert not visible_tags(page, "#model-none")
+    page.type("#model-search", "generated")  # a title
+    page.click("#model-list .option")
+    page.see("#curl", "tokens")
+
+
+@pytest.mark.long
+def test_sequence_and_parameters_are_sent(page: browser.Page, renamed: RenamedModels) -> None:
+    page.refusals = {400}
+    page.open(renamed.url, renamed.fragment("counting"), key=INFER)
+    page.type("fieldset input[type=number]", "5")
+    page.click("#advanced-button")
+    page.type("#sequence-id", "page-1")
+    page.click("#sequence-start")
+    page.click("#infer")
+    page.see(renamed.output("COUNT"), "1")
+    page.click("#sequence-start")
+    page.click("#infer")
+    page.see(renamed.output("COUNT"), "2")
+    assert "X-Sequence-ID: page-1" in page.text("#curl")
+    page.type("#parameters", "no JSON")
+    page.click("#infer")
+    page.see("#parameters-error", "JSON object")
+    page.find("#parameters").clear()
+    page.type("#parameters", '{"priority": 1}')
+    page.click("#infer")
+    page.see(renamed.output("COUNT"), "3")
+    assert '"parameters": {"priority": 1}' in page.text("#curl")
+
+
+@pytest.mark.long
+def test_streamed_text_is_shown_as_a_conversation(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/tokens")
+    page.type('fieldset[data-input="stream"] select', "true")
+    for number, question in enumerate(("the ship", "at noon"), 1):
+        page.find("fieldset textarea").clear()
+        page.type("fieldset textarea", question)
+        page.click("#infer")
+        page.until(lambda: len(page.all(".chat .asked")) == number, "the question")  # noqa: B023
+        page.see("#response-state", "responses in")
+    assert [one.text for one in page.all(".chat .asked")] == ["the ship", "at noon"]
+    answers = [one.text for one in page.all(".chat .answered")]
+    assert len(answers) == 2
+    assert all(len(answer.split()) > 3 for answer in answers)
+    assert not faults(page)
+
+
+@pytest.mark.long
 def test_graph_of_an_ensemble_shows_which_step_is_slow(page: browser.Page, demo_url: str) -> None:
     body = (IMAGES / "seven.png").read_bytes()
     for _ in range(3):
@@ -623,6 +1065,126 @@ def test_graph_of_an_ensemble_shows_which_step_is_slow(page: browser.Page, demo_
     assert re.fullmatch(r"\d+(\.\d)? (ms|µs)", page.text("[data-phase=compute]"))
     assert not page.all(".graph")
     assert not faults(page)
+
+
+@pytest.mark.long
+def test_key_for_inference_sees_the_times_of_a_model_without_those_of_the_gateway(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.refusals = {403}
+    infer_with(renamed)
+    page.open(renamed.url, renamed.fragment("single_BYTES").replace("try", "model"), key=INFER)
+    page.see("#model-time", "computing")
+    page.see("[data-phase=gateway]", "requires a key with the role metrics")
+
+
+@pytest.mark.long
+def test_steps_of_a_graph_are_arranged_by_their_inputs(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url)
+    steps = [
+        {"model_name": "join", "input_map": {"a": "l", "b": "r"}, "output_map": {"o": "OUT"}},
+        {"model_name": "left", "input_map": {"a": "IN"}, "output_map": {"o": "l"}},
+        {"model_name": "right", "input_map": {"a": "IN"}, "output_map": {"o": "r"}},
+    ]
+    arrange = (
+        "({arrangeSteps}) => arrangeSteps(given[0]).map((level) => level.map(({model}) => model))"
+    )
+    assert page.module("model.js", arrange, steps) == [["left", "right"], ["join"]]
+
+
+@pytest.mark.long
+def test_another_model_is_chosen_in_the_view_of_a_model(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#model")
+    page.see("#model-name", "ensemble")  # one with a graph comes first
+    page.click("#steps-toggle")
+    page.click("[data-value=text_core]")
+    page.see("#model-name", "text_core")
+    assert page.run("return location.hash") == "#model/text_core"
+    page.click("#model-head [data-view=api]")
+    assert "text_core/infer" in page.see("#api-code", "curl")
+    page.click("[data-value=ensemble]")
+    page.see("#api-code", "Content-Type: image/png")
+    page.choose("application/json")
+    page.see("#api-code", '{"b64": ')
+
+
+@pytest.mark.long
+def test_cards_of_a_request_and_its_response_are_aligned(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "#try/ensemble")
+    page.find("#infer")
+    form, response = (page.find(css).rect for css in ("#try-form", "#response"))
+    assert (form["y"], form["height"]) == (response["y"], response["height"])
+    page.click(".sample-value")
+    # The browser's own words would contradict the name of the sample beside them.
+    assert page.all(".drop input")[0].rect["width"] == 1
+    page.see(".drop", "sample.png")
+
+
+@pytest.mark.long
+def test_live_view_shows_who_waits(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    url, names = triton
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer"), entry(ADMIN, "admin")])
+    path = f"/v1/models/{names.model('ticking')}/infer"
+    body = {"inputs": {names.tensor("COUNT"): 30, names.tensor("SECONDS"): 0.1}}
+    headers = {**bearer(INFER), "Accept": "application/x-ndjson"}
+    settings = {"keys_file": str(keys), "max_model_inflight": "1"}
+    with gateway_of(page, url, **settings) as client, ThreadPoolExecutor(3) as threads:
+        page.open(str(client.base_url), "#live", key=ADMIN)
+        calls = [
+            threads.submit(client.post, path, json=body, headers=headers, timeout=TIMEOUT_S)
+            for _ in range(3)
+        ]
+        page.see("#by-priority tbody", "normal")
+        page.see("#waiting-callers", "Most of")
+        for call in calls:
+            assert call.result().status_code == 200
+
+
+@pytest.mark.long
+def test_theme_is_switched_and_kept_in_the_tab(page: browser.Page, demo_url: str) -> None:
+    back = "return getComputedStyle(document.body).backgroundColor"
+    page.open(demo_url, "#live")
+    page.find("#theme-button")
+    light = page.run(back)
+    for theme in ("light", "dark"):
+        page.click("#theme-button")
+        assert page.find("#theme-button").get_attribute("aria-label") == f"Theme: {theme}"
+        assert (page.run(back) == light) is (theme == "light")
+    page.driver.refresh()
+    page.find("#theme-button")
+    assert page.run(back) != light
+    page.click("#theme-button")
+    assert page.run(back) == light
+    assert page.run("return localStorage.length") == 0
+
+
+@pytest.mark.long
+def test_rows_of_the_fleet_can_be_denser(page: browser.Page, demo_url: str) -> None:
+    height = "return document.querySelector('#models tbody tr').getBoundingClientRect().height"
+    page.open(demo_url, "#fleet")
+    page.find("#models tbody tr")
+    normal = page.run(height)
+    page.click("#density-button")
+    assert page.run(height) < 0.85 * normal
+    assert not faults(page)
+    page.click("#density-button")
+    assert page.run(height) == normal
+
+
+@pytest.mark.long
+def test_empty_repository_shows_how_to_upload_a_model(page: browser.Page, tmp_path: Path) -> None:
+    with triton_of(tmp_path) as triton:
+        triton.wait()
+        settings = {"repository": f"file://{tmp_path}", "model_uploads": "artifacts"}
+        with gateway_of(page, triton.options.url, **settings) as client:
+            page.open(str(client.base_url), "#fleet")
+            page.see("#fleet-notice", "Drop a model file here")
+            page.open(str(client.base_url), "#try")
+            page.see("#try-notice", "No model is ready yet")
+            page.click("#try-notice button")
+            page.find("#upload-open")
 
 
 @pytest.mark.long
@@ -676,7 +1238,9 @@ def test_gateway_that_does_not_answer_is_shown_above_every_view(
 
 
 @pytest.mark.long
-def test_on_demand_model_is_loaded_by_its_first_request(page: browser.Page, tmp_path: Path) -> None:
+def test_on_demand_model_is_listed_and_loaded_by_its_first_request(
+    page: browser.Page, tmp_path: Path
+) -> None:
     first, second = model_names(2)
     state = f'#models tr[data-key="{first}"]'
     with (
@@ -725,12 +1289,77 @@ def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: 
             assert not outside, fragment
             wide = page.run("return document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, fragment
+        page.open(demo_url, "#try/ensemble")
+        touch = "Emulation.setTouchEmulationEnabled"
+        page.driver.execute_cdp_cmd(touch, {"enabled": True})
+        page.choose("file")
+        assert page.text(".camera") == "Take a photo"
+        assert page.all(".camera input")[0].rect["width"] == 1  # without the browser's own button
+        page.driver.execute_cdp_cmd(touch, {"enabled": False})
+        page.run("document.querySelector('.examples').scrollIntoView({block: 'center'})")
+        page.click(".sample-value")
+        best_label(page)
+        page.until(lambda: page.run("return scrollY") > 0, "the answer to be scrolled to")
+        bottom = page.run(
+            "return document.querySelector('#response').getBoundingClientRect().bottom"
+        )
+        assert bottom <= page.run("return innerHeight")
+        assert page.find(".winner").rect["y"] > page.run("return scrollY")
     page.driver.set_window_size(900, 800)
     page.open(demo_url, "#fleet")
     page.find("#models tbody tr button")
     for button in page.all("#models button"):
         assert button.rect["x"] + button.rect["width"] <= 900
     page.driver.set_window_size(1200, 1000)
+
+
+SHIFT = """
+    window.shift = 0;
+    new PerformanceObserver((list) => {
+        for (const entry of list.getEntries()) window.shift += entry.value;
+    }).observe({type: "layout-shift"});
+"""
+SMALL_CONTROLS = """
+    const css = "button, select, textarea, input:not([type=checkbox]), nav a, [role=option]";
+    return [...document.querySelectorAll(css)]
+        .filter((each) => each.checkVisibility({visibilityProperty: true}))
+        .map((each) => [each.outerHTML.slice(0, 90), each.getBoundingClientRect()])
+        .filter(([, box]) => box.width > 1 && Math.min(box.height, box.width) < arguments[0]);
+"""
+
+
+@pytest.mark.long
+def test_page_is_light_still_and_large_enough(page: browser.Page, demo_url: str) -> None:
+    """Few requests, no jumps, and no control that is too small for a mouse or a finger."""
+    page.open(demo_url, "#try/ensemble")
+    page.find("#infer")
+    loaded = page.run(
+        "const [usable] = performance.getEntriesByName('usable');"
+        "return performance.getEntriesByType('resource')"
+        ".filter(({startTime}) => startTime < usable.startTime).map(({name}) => name)"
+    )
+    assert len(loaded) <= MAX_FIRST_REQUESTS, loaded
+    page.run(SHIFT)
+    page.choose("file")
+    page.choose("draw")
+    page.click(".sample-value")
+    assert best_label(page) == "7"
+    page.all(".sample-value")[1].click()
+    page.until(lambda: page.text("#response-body .scores tbody th") == "3", "another answer")
+    assert page.run("return window.shift") <= 0.02
+    assert not page.run(SMALL_CONTROLS, 32)
+    for view in ("fleet", "live"):
+        page.run("location.hash = arguments[0]", view)
+        page.find(f"#{view} table tbody tr")
+        assert not page.run(SMALL_CONTROLS, 32), view
+    touch = "Emulation.setTouchEmulationEnabled"
+    page.driver.execute_cdp_cmd(touch, {"enabled": True})
+    with page.phone():
+        for fragment in ("#try/ensemble", "#try/text_ensemble", "#fleet"):
+            page.open(demo_url, fragment)
+            page.find("#models tbody tr button" if fragment == "#fleet" else "#infer")
+            assert not page.run(SMALL_CONTROLS, 44), fragment
+    page.driver.execute_cdp_cmd(touch, {"enabled": False})
 
 
 @pytest.mark.long
@@ -741,6 +1370,27 @@ def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) 
     }"""
     for typed, shape, sent in TYPED:
         assert page.module("request.js", as_json, typed, shape) == sent
+
+
+@pytest.mark.long
+def test_samples_and_quantiles_of_the_metrics_page_are_parsed(
+    page: browser.Page, demo_url: str
+) -> None:
+    page.open(demo_url)
+    text = 'a{m="x\\"} 1",n="y"} 2\nab{m="z"} 3\n# TYPE a counter\na 4.5e1 1700000000\n'
+    assert page.module(
+        "metrics.js", "({parseSamples}) => parseSamples(given[0], ['a']).get('a')", text
+    ) == [
+        {"labels": {"m": 'x"} 1', "n": "y"}, "value": 2},
+        {"labels": {}, "value": 45},
+    ]
+    buckets = "[[Infinity, 20], [0.1, 10], [0.2, 20]]"
+    ranges = f"({{quantileRange, formatRange}}) => formatRange(quantileRange(given[0], {buckets}))"
+    assert page.module("metrics.js", ranges, 0.25) == "< 100"
+    assert page.module("metrics.js", ranges, 0.75) == "100–200"
+    for q, seconds in {0.25: 0.05, 0.5: 0.1, 0.75: 0.15}.items():
+        found = page.module("metrics.js", f"({{quantile}}) => quantile({q}, {buckets})")
+        assert found == pytest.approx(seconds)
 
 
 def infer_with(renamed: RenamedModels) -> None:
@@ -769,6 +1419,19 @@ def faults(page: browser.Page, *rules: str) -> list[str]:
 
 
 # The API description.
+
+
+@pytest.mark.long
+def test_api_description_needs_no_other_server(page: browser.Page, demo_url: str) -> None:
+    page.open(demo_url, "docs")
+    page.see("#api", "/v1/models/{model}/infer")
+    assert "/v1/embeddings" in page.text("#api")
+    back = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(back)
+    page.dark(True)
+    page.until(lambda: page.run(back) != light, "the dark theme")
+    page.click("header a")
+    page.see("#model-title", "Handwritten digits")
 
 
 @pytest.mark.parametrize("view", ["try", "model", "api", "fleet", "live", "docs", "guide"])
@@ -823,7 +1486,7 @@ def test_guide_is_read_without_another_server_and_fits_a_phone(
 
 
 @pytest.mark.long
-def test_description_is_tried_with_the_key_of_the_page(
+def test_description_of_a_model_is_tried_with_the_key_of_the_page(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
     page.open(renamed.url, "docs?model=text_ensemble", key=INFER)

@@ -35,7 +35,7 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def test_page_and_the_files_that_it_names_are_served(
+def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     client: httpx.Client,
 ) -> None:
     page = client.get("/", headers=BROWSER)
@@ -85,7 +85,7 @@ def test_guide_has_the_documents_whose_links_lead_to_each_other(client: httpx.Cl
     assert not [path for path in pages if re.search(r"<script>| style=", pages[path])]
 
 
-def test_pages_below_a_prefix_name_nothing_outside_it(client: httpx.Client) -> None:
+def test_pages_below_the_prefix_of_a_proxy_name_nothing_outside_it(client: httpx.Client) -> None:
     with serve_below_prefix(str(client.base_url).rstrip("/")) as url:
         seen: dict[str, int] = {}
         links = {f"{url}/", f"{url}/docs", f"{url}/guide", f"{url}/redoc"}

@@ -578,7 +578,7 @@ def comparable(response: httpx.Response) -> tuple[int, Any, dict[str, str]]:
     return response.status_code, document, headers
 
 
-def test_request_is_answered_alike_without_the_framework(
+def test_request_is_answered_alike_with_and_without_the_framework(
     zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
     for verb in VERBS:
@@ -592,7 +592,7 @@ def test_request_is_answered_alike_without_the_framework(
                 assert direct[0] in (200, 400, 404, 405, 415, 422)
 
 
-def test_every_inference_is_served_without_the_framework(zoo: Zoo) -> None:
+def test_every_inference_of_the_openapi_document_is_served_without_the_framework(zoo: Zoo) -> None:
     paths = zoo.client.get("/openapi.json").json()["paths"]
     described = {
         path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))

@@ -94,7 +94,7 @@ def test_slow_header_is_rejected(hasty: Stage, is_first: bool) -> None:
             assert refused(client) == TOO_SLOW
 
 
-def test_slow_header_behind_a_request_closes_the_connection(
+def test_slow_header_behind_a_running_request_closes_the_connection(
     hasty: Stage,
 ) -> None:
     work = hasty.app = Work()
@@ -313,7 +313,7 @@ def test_kernel_buffers_little_of_an_unread_response() -> None:
         assert len(client.exactly(len(body))) == len(body)
 
 
-def test_client_that_never_reads_is_disconnected_when_idle() -> None:
+def test_client_that_never_reads_is_disconnected_after_the_timeout_of_idle_connections() -> None:
     with Stage(keep_alive_s=1, write_timeout_s=1.25) as stage:
         stage.app = answers(bytes(16 * MIB))
         with takes_at_least(2.25), stage.client_with(GET, SO_RCVBUF=64 * KIB) as client:

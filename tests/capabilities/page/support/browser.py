@@ -173,6 +173,27 @@ class Page:
                 urls.add(message["params"]["request"]["url"])
         return {"/".join(url.split("/")[:3]) for url in urls if url.startswith(("http", "ws"))}
 
+    def clipboard(self, *, allowed: bool) -> None:
+        """Set whether this page may read and write the clipboard; its user always may copy and paste."""
+        for name in ("clipboard-read", "clipboard-write"):
+            setting = "granted" if allowed else "denied"
+            how = {"permission": {"name": name}, "setting": setting, "origin": self.origin}
+            self.driver.execute_cdp_cmd("Browser.setPermission", how)
+
+    def copied(self) -> str:
+        return str(self.run("return navigator.clipboard.readText()"))
+
+    def copy_image(self, png: bytes) -> None:
+        self.driver.execute_async_script(
+            """
+            const [text, done] = arguments;
+            const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+            const image = new ClipboardItem({"image/png": new Blob([bytes], {type: "image/png"})});
+            navigator.clipboard.write([image]).then(done, (error) => done(String(error)));
+            """,
+            base64.b64encode(png).decode(),
+        )
+
     def dark(self, on: bool) -> None:
         """Set the theme, without motion: a colour on its way to another one has too little contrast."""
         features = [
