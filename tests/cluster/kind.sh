@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Run `make test-cluster` on a new kind cluster of two workers, whose nodes have no zone labels, with images that
-# are built here. The release workflow does the same before it publishes. Needs docker, kind, kubectl, make, curl.
+# are built here. The release workflow does the same before it publishes. Needs docker, kind, kubectl, make.
 #
 #   tests/cluster/kind.sh                 creates the cluster and removes it
 #   KEEP=1 tests/cluster/kind.sh          keeps it: another run uses it again
-#   KEDA= tests/cluster/kind.sh           without KEDA
 #   tests/cluster/kind.sh --only rollout  passes arguments to the tests
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,7 +11,6 @@ cd "$(dirname "$0")/../.."
 name=triton-gateway-test
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' gateway/__init__.py)
 images=("triton-gateway:$version" "triton-gateway-embedded:$version" "$(sed -n 's/^ *image: \(.*redis:.*\)/\1/p' k8s/components/redis-state/redis.yaml)")
-keda=${KEDA-2.17.2}
 
 remove() {
     [ -n "${KEEP:-}" ] || kind delete cluster --name "$name"
@@ -29,12 +27,6 @@ apiVersion: kind.x-k8s.io/v1alpha4
 nodes: [{role: control-plane}, {role: worker}, {role: worker}]
 KIND
 kind load docker-image --name "$name" "${images[@]}"
-
-if [ -n "$keda" ]; then
-    curl -fsSL "https://github.com/kedacore/keda/releases/download/v$keda/keda-$keda.yaml" \
-        | kubectl --context "kind-$name" apply --server-side --filename -
-    kubectl --context "kind-$name" --namespace keda rollout status deployment/keda-operator --timeout=300s
-fi
 
 make test-cluster CLUSTER_CONTEXT="kind-$name" IMAGES="redis=${images[2]}" \
     ARGS="--node-down 'docker kill {node}' --node-up 'docker start {node}' ${*@Q}"
