@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.container_engine import Container, Engine, engine
+from tests.project.container_engine import Container, Engine, engine
 from tests.support.manifests import Manifests, Resource, quantity
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until

@@ -224,7 +224,6 @@ class Command:
             )
         os.close(writing)
         self.lines: list[str] = []
-        self._is_closed = False
         self._lines_changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         if not unread:
@@ -238,8 +237,6 @@ class Command:
         # A terminal ends with an error of its reader.
         with self._output as output, suppress(OSError):
             for raw in output:
-                if self._is_closed:
-                    break
                 with self._lines_changed:
                     self.lines.append(raw.decode(errors="replace").rstrip())
                     self._lines_changed.notify_all()
@@ -273,10 +270,6 @@ class Command:
                 ended = not self._reader.is_alive()
                 if ended or not self._lines_changed.wait(deadline - time.monotonic()):
                     raise AssertionError(f"it did not print {words!r}:\n{self.output}")
-
-    def stop_reading(self) -> None:
-        """Close our end of its output, at the next line that it writes."""
-        self._is_closed = True
 
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for the command's own end; return its exit status."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from gateway.embedded.installation import cache_folder
-from tests.support.container_bases import DISTROLESS_CONFIG, make_distroless, make_python
+from tests.project.container_bases import DISTROLESS_CONFIG, make_distroless, make_python
 from tests.support.missing import APT, format_reason
 from tests.support.servers import ROOT
 
