@@ -236,8 +236,8 @@ class KeysCollector(Collector):
 
 def open_key_source(settings: IdentitySettings) -> KeySource:
     """Return the source that the settings name. Raises `CommandError` for files that cannot be read."""
-    if settings.oidc_jwks_file is not None:
-        return KeysFromFile(settings.oidc_jwks_file)
+    if (path := settings.jwks_file) is not None:
+        return KeysFromFile(path)
     try:
         read_access(settings)
     except FetchError as exc:

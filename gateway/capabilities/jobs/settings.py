@@ -42,8 +42,7 @@ class JobSettings(CapabilitySettings):
     bodies over 1 MiB are 413."""
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
-    max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed."""
+    max_batch_bytes: Fixed[int] = 1 << 30  # of the body of a batch, as received and decompressed
     max_batch_rows: Fixed[int] = 100_000
     max_jobs_per_caller: Fixed[int] = 10_000  # that have not ended
     max_running_jobs: Fixed[int] = 16  # of one process, and rows of each batch

@@ -32,10 +32,6 @@ BAD_SETTINGS: dict[str, tuple[dict[str, str], str]] = {
         {"issuer": ISSUER, "audience": "a", "jwks_url": "http://keys.example.com"},
         "http:// is accepted on loopback only",
     ),
-    "two places of the keys": (
-        {"issuer": ISSUER, "audience": "a", "jwks_url": ISSUER, "jwks_file": "keys.json"},
-        "GATEWAY_OIDC_JWKS_URL is set as well",
-    ),
 }
 
 

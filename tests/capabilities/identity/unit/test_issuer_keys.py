@@ -161,7 +161,7 @@ async def test_id_of_two_keys_is_named(issuer: Issuer, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     keys = [jwk(RSAKey.generate_key(2048), kid="rsa") for _ in range(2)]
     path.write_text(json.dumps({"keys": keys}))
-    tokens = checker(issuer, open_key_source(settings_for(issuer, oidc_jwks_file=path)))
+    tokens = checker(issuer, open_key_source(settings_for(issuer, oidc_jwks_url=path.as_uri())))
     with pytest.raises(InvalidToken, match="that several of its issuer's keys have"):
         await check(tokens, issuer.sign())
 
@@ -324,7 +324,7 @@ async def test_issuer_is_trusted_by_its_ca_file_only(tmp_path: Path) -> None:
 async def test_keys_in_a_file_are_read_again(issuer: Issuer, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(issuer.publish())
-    source = open_key_source(settings_for(issuer, oidc_jwks_file=path))
+    source = open_key_source(settings_for(issuer, oidc_jwks_url=path.as_uri()))
     tokens = checker(issuer, source)
     await check(tokens, issuer.sign("Ed25519"))
     token = rotate(issuer, "in the file")
@@ -343,8 +343,8 @@ async def test_keys_in_a_file_are_read_again(issuer: Issuer, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("oidc_jwks_file", "{}", "not a JSON Web Key Set"),
-        ("oidc_jwks_file", None, "No such file"),
+        ("oidc_jwks_url", "{}", "not a JSON Web Key Set"),
+        ("oidc_jwks_url", None, "No such file"),
         ("oidc_ca_file", "no certificate", "not a valid CA certificate"),
         ("oidc_ca_file", None, "No such file"),
         ("oidc_token_file", "two\nlines", "does not contain a token"),
@@ -358,8 +358,9 @@ def test_start_fails_for_a_file_that_cannot_be_used(
     path = tmp_path / "file"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    settings = settings_for(issuer, **{name: path.as_uri() if name.endswith("url") else path})
     with pytest.raises(CommandError, match=words) as caught:
-        open_key_source(settings_for(issuer, **{name: path}))
+        open_key_source(settings)
     assert str(path) in str(caught.value)
 
 
