@@ -45,9 +45,7 @@ def attach_identity(settings: Settings) -> Attachment | None:
                 asks_for_certificates=asks_for_certificates,
             )
         if tokens is not None:
-            from gateway.capabilities.identity.issuer import KeysCollector
-
-            services.metrics.collector_registry.register(KeysCollector(tokens.source))
+            services.metrics.collector_registry.register(tokens.source)
             stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
 
     return Attachment(open=open_identity, sign_in=find_sign_in(identity))
