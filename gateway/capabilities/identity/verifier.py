@@ -89,7 +89,8 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        subject = token.claims.get("sub", "")
+        named = token.claims.get("sub")
+        subject = named if isinstance(named, str) else ""
         subject_id = hash_parts("token", token.claims["iss"], subject) if subject else ""
         identity = Identity(rule.caller, shorten_subject(subject), subject_id, expires_at)
         store(self._by_token_digest, read_head(scope, hash_key), identity)

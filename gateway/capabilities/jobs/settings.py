@@ -7,7 +7,6 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
-from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
@@ -63,7 +62,10 @@ class JobSettings(CapabilitySettings):
     @field_validator("callback_urls")
     @classmethod
     def check_callback_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        CallbackUrls(value)
+        if value:  # only then is httpx imported
+            from gateway.capabilities.jobs.callback_urls import CallbackUrls  # noqa: PLC0415
+
+            CallbackUrls(value)
         return value
 
     @field_validator("callback_secret")

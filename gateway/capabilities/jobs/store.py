@@ -22,7 +22,9 @@ from gateway.messages import CommandError
 # Of the places of a process, no caller gets more.
 MAX_SHARE_OF_PLACES: Final = 2 / 3
 LEASES_PERIOD_S: Final = 0.5  # leases that are over are noticed with a claim after this time
-PAGE: Final = 200  # after a first page with jobs that were not wanted
+PAGE: Final = 200  # documents that are read at a time
+# After a first page with jobs that were not wanted. A database counts the IDs before each page again.
+ID_PAGE: Final = 10_000
 # Results of `JobTable.change` in place of an ID.
 REFUSED: Final = ""
 TOO_MANY: Final = "TOO_MANY"
@@ -242,12 +244,15 @@ class JobStore:
         count = limit
         while len(found) < limit:
             ids = await self._table.list_ids(name, first, count, until, is_reverse=is_reverse)
-            if ids:
-                found += filter(matches, self.reader.read(await self._table.read(*ids)))
+            for start in range(0, len(ids), PAGE):
+                stored = await self._table.read(*ids[start : start + PAGE])
+                found += filter(matches, self.reader.read(stored))
+                if len(found) >= limit:
+                    break
             if len(ids) < count:
                 break
             first += count
-            count = PAGE
+            count = ID_PAGE
         return found[:limit]
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:

@@ -99,7 +99,7 @@ def test_url_below_a_prefix_is_allowed_and_any_other_is_refused(url: str) -> Non
     outcome: tuple[str, str] | int
     try:
         checked = URLS.check_url(url)
-        outcome = (checked.authority, checked.target)
+        outcome = (checked.netloc.decode(), checked.raw_path.decode())
     except (CallbackNotAllowed, MalformedRequest) as exc:
         outcome = exc.status
     assert outcome == OUTCOMES[url]
