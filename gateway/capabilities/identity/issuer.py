@@ -107,7 +107,7 @@ class KeySource(Collector):
         if self._fetching is not None or self._find_wait_s(self._min_interval_s) <= 0:
             await self._refresh()
 
-    async def keep_current(self) -> None:
+    async def run(self) -> None:
         """Refresh the keys until cancelled."""
 
         async def step() -> None:

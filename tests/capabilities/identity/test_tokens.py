@@ -464,15 +464,6 @@ OVER_GRPC: dict[str, tuple[Forge, str, str]] = {
     "no rule": (claim(sub="bob", slow="no", groups="x"), "PERMISSION_DENIED", "no entry"),
     "no signature": (unsigned("none"), "UNAUTHENTICATED", "'alg' 'none'"),
     "another signature": (changed(2, lambda text: text[:-8]), "UNAUTHENTICATED", "signature"),
-    "an unknown key": (header(kid="unknown"), "UNAUTHENTICATED", "not among"),
-    "expired": (claim(exp=NOW - 120), "UNAUTHENTICATED", "has expired"),
-    "its own key": (
-        forged(jwk=OTHER_KEY.as_dict(private=False)),
-        "UNAUTHENTICATED",
-        "invalid signature",
-    ),
-    "another type": (header(typ="logout+jwt"), "UNAUTHENTICATED", "type (typ)"),
-    "a large one": (claim(padding=PADDING), "UNAUTHENTICATED", "8 KiB"),
 }
 
 

@@ -76,7 +76,7 @@ def checker(issuer: Issuer, source: KeySource) -> TokenChecker:
 
 @asynccontextmanager
 async def refreshed(source: KeySource) -> AsyncIterator[None]:
-    task = asyncio.create_task(source.keep_current())
+    task = asyncio.create_task(source.run())
     try:
         yield
     finally:
