@@ -80,10 +80,11 @@ def parse_url(text: str) -> httpx.URL | None:
     try:
         # Of a scheme in capitals, the default port is left out the second time.
         url = httpx.URL(str(httpx.URL(text)))
-    except httpx.InvalidURL:
+        host = url.host  # decoded: of IDNA, not every name can be
+    except (httpx.InvalidURL, UnicodeError):
         return None
     is_port = url.port is None or 0 < url.port < MAX_PORT
-    if url.scheme not in SCHEMES or not url.host or not is_port or set(" #") & set(text):
+    if url.scheme not in SCHEMES or not host or not is_port or set(" #") & set(text):
         return None
     if "@" in re.split("[/?]", text)[2]:
         raise CallbackNotAllowed("a callback URL with a user name or a password is not allowed")

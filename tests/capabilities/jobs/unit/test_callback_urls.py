@@ -89,6 +89,7 @@ OUTCOMES: dict[str, tuple[str, str] | int] = {
     "https://shop.example/done\r\nHost: evil.example": 400,
     "https://shop.example/done\t": 400,
     "https://[::1/done": 400,
+    "https://xn--0/done": 400,
     "https://shöp.example/done": 400,
     "https://shop.example/done/" + "x" * 2048: 400,
 }
