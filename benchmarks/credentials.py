@@ -40,6 +40,6 @@ def write_credentials(folder: Path, **fields: Any) -> Credentials:
         "keys_file": str(write_keys_file(folder, rule, **fields)),
         "oidc_issuer": ISSUER,
         "oidc_audience": AUDIENCE,
-        "oidc_jwks_file": str(jwks_file),
+        "oidc_jwks_url": jwks_file.as_uri(),
     }
     return Credentials(settings, issuer.sign(sub=TOKEN_CALLER))

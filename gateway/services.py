@@ -398,7 +398,7 @@ async def run_services(
 ) -> AsyncIterator[Services]:
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
-        metrics = Metrics(counts_callers=settings.metrics_callers)
+        metrics = Metrics()
         fleet = await open_fleet(settings, components, metrics, stack)
         budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
         decoders = DecodeExecutor(metrics)

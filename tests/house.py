@@ -36,14 +36,22 @@ BUDGETS: Final = {
     "telemetry": Budget(1250),
     "access": Budget(1050),
     TOP: Budget(1800),
-    "client": Budget(1900),
+    "client": Budget(
+        2235,
+        is_enforced=True,
+        reason="1,900 is the aim; signatures and docstrings of the methods take a third",
+    ),
     "commands": Budget(
         2330,
         is_enforced=True,
         reason="2,100 is the aim; the signatures, which are the help, take a third",
     ),
     "doctor": Budget(380, is_enforced=True),
-    "config": Budget(720),
+    "config": Budget(
+        870,
+        is_enforced=True,
+        reason="720 is the aim; what the settings mean is described at their fields",
+    ),
     "repository": Budget(1700),
     "repository/state": Budget(1300),
     "fleet": Budget(2100),
@@ -60,16 +68,30 @@ BUDGETS: Final = {
     "capabilities/versions": Budget(900),
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(
-        3890,
+        3875,
         is_enforced=True,
         reason="2,700 is the aim; what is left is features, such as bodies in Redis and callbacks",
     ),
-    "capabilities/identity": Budget(900),
-    "capabilities/samples": Budget(380),
-    "capabilities/openai": Budget(650),
-    "capabilities/torchserve": Budget(350),
-    "capabilities/tf_serving": Budget(250),
-    "capabilities/page": Budget(240),
+    "capabilities/identity": Budget(
+        1100,
+        is_enforced=True,
+        reason="900 is the aim; rules, certificates and expiry take half, and joserfc has none of them",
+    ),
+    "capabilities/samples": Budget(
+        418, is_enforced=True, reason="380 is the aim; events of gRPC calls came in between"
+    ),
+    "capabilities/openai": Budget(
+        765, is_enforced=True, reason="650 is the aim; each refused request has its own sentence"
+    ),
+    "capabilities/torchserve": Budget(
+        385, is_enforced=True, reason="350 is the aim; a tenth more for the routes of management"
+    ),
+    "capabilities/tf_serving": Budget(
+        265, is_enforced=True, reason="250 is the aim; a twentieth more for labels and metadata"
+    ),
+    "capabilities/page": Budget(
+        260, is_enforced=True, reason="240 is the aim; a tenth more for the guide"
+    ),
 }
 
 

@@ -257,7 +257,7 @@ class ServerSettings(BaseModel):
     """Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it changes."""
     tls_key_file: Path | None = Field(None, validate_default=True)
     """Private key of that certificate (PEM); empty if it is in the same file."""
-    tls_client_ca_file: Path | None = Field(None, validate_default=True)
+    tls_client_ca_file: Path | None = None
     """CA certificate that must have signed the certificates of clients, of HTTPS and of gRPC (PEM). It is
     reloaded when it changes. HTTPS then requires TLS 1.3. Empty: clients are not asked for a certificate."""
     tls_client_auth: ClientAuth = ClientAuth.required
@@ -277,14 +277,17 @@ class ServerSettings(BaseModel):
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
         return value
 
+    @field_validator("tls_key_file", "tls_client_ca_file")
+    @classmethod
+    def check_has_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("tls_cert_file") is None:
+            raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
+        return value
+
     @field_validator("tls_key_file")
     @classmethod
     def check_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        certificate = info.data.get("tls_cert_file")
-        if certificate is None:
-            if value is not None:
-                raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
-        else:
+        if (certificate := info.data.get("tls_cert_file")) is not None:
             with describe_os_errors(ValueError, f"no key for {certificate} can be read"):
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
         return value
@@ -298,13 +301,10 @@ class ServerSettings(BaseModel):
 
     @field_validator("tls_client_ca_file")
     @classmethod
-    def check_client_authority(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is None:
-            return value
-        if info.data.get("tls_cert_file") is None:
-            raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
-        with describe_os_errors(ValueError, "the CA certificate cannot be read"):
-            load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value, ClientAuth.required)
+    def check_client_authority(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            with describe_os_errors(ValueError, "the CA certificate cannot be read"):
+                load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value, ClientAuth.required)
         return value
 
 
@@ -366,9 +366,6 @@ class ObservabilitySettings(BaseModel):
     While it cannot be written, administrative changes are refused. Empty: it is a part of the log."""
     metrics_replicas: bool = True
     """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
-    metrics_callers: bool = True
-    """Count requests, their inference time and bytes, and refusals by the name of the caller's key
-    (gateway_caller_requests_total and others)."""
     otlp_endpoint: str = ""
     """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
     extra triton-gateway[otel]."""
@@ -514,32 +511,32 @@ def list_variable_fields(kind: type[BaseModel]) -> list[str]:
     return [name for name, field in kind.model_fields.items() if FIXED not in field.metadata]
 
 
+# Settings whose value is fixed; those of `Fixed` fields are as well.
+FIXED_SETTINGS: Final = (
+    *("DECODE_THREADS", "GRPC_MAX_STREAMS", "MAX_HEADER_BYTES", "MAX_HEADER_FIELDS"),
+    *("MAX_MODEL_INSTANCES", "MAX_MODEL_SEQUENCES", "MAX_MODEL_WARMUPS"),
+    *("MAX_PIPELINED", "MAX_PIXELS_IN_FLIGHT", "MAX_URL_BYTES", "MIN_BYTES_PER_S"),
+    "OIDC_KEYS_MAX_AGE_S",
+)
 # What holds in place of a setting, or what to do instead.
 REMOVED_SETTINGS: Final = {
-    "GATEWAY_DECODE_THREADS": "its value is fixed",
-    "GATEWAY_GRPC_MAX_STREAMS": "its value is fixed",
-    "GATEWAY_MAX_HEADER_BYTES": "its value is fixed",
-    "GATEWAY_MAX_HEADER_FIELDS": "its value is fixed",
-    "GATEWAY_MAX_MODEL_INSTANCES": "its value is fixed",
-    "GATEWAY_MAX_MODEL_SEQUENCES": "its value is fixed",
-    "GATEWAY_MAX_MODEL_WARMUPS": "its value is fixed",
-    "GATEWAY_MAX_PIPELINED": "its value is fixed",
-    "GATEWAY_MAX_PIXELS_IN_FLIGHT": "its value is fixed",
-    "GATEWAY_MAX_URL_BYTES": "its value is fixed",
-    "GATEWAY_MIN_BYTES_PER_S": "its value is fixed",
-    "GATEWAY_OIDC_KEYS_MAX_AGE_S": "its value is fixed",
+    **{f"{ENV_PREFIX}{name}": "its value is fixed" for name in FIXED_SETTINGS},
     "GATEWAY_CALLBACK_HOSTS": "GATEWAY_CALLBACK_URLS lists prefixes such as https://shop.example/done",
     "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
     "GATEWAY_DEFAULT_MODEL_MEMORY_MB": "set gateway.memory_mb in the config of each model",
+    "GATEWAY_DOCUMENTATION_URL": "the page links to the documents at /guide/",
     "GATEWAY_EVICTION_PROTECTION_S": "an on-demand model stays for two seconds after a use",
     "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
     "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
     "GATEWAY_MAX_SHADOW_BYTES": "a mirror copies bodies of 1 MiB at most",
+    "GATEWAY_METRICS_CALLERS": "the metrics count by caller; Prometheus drops labels with labeldrop",
+    "GATEWAY_OIDC_JWKS_FILE": "GATEWAY_OIDC_JWKS_URL may be file:///PATH",
+    "GATEWAY_REPOSITORY_SECRET_ACCESS_KEY": "set AWS_SECRET_ACCESS_KEY",
     "GATEWAY_SAMPLES_MAX_AGE_HOURS": "samples go to an address only",
     "GATEWAY_SAMPLES_MAX_BYTES": "samples go to an address only",
     "GATEWAY_SCALER_PORT": "let KEDA ask Prometheus for sum(gateway_demand)",
     "GATEWAY_SLOW_START_S": "a replica gets its full share at once",
-    "GATEWAY_USAGE": "the metrics count by caller (GATEWAY_METRICS_CALLERS)",
+    "GATEWAY_USAGE": "the metrics count by caller",
 }
 
 

@@ -116,14 +116,13 @@ class MetricFactory:
 class Metrics:
     """The metrics of one application; `collector_registry` holds those that are read from other objects."""
 
-    def __init__(self, *, counts_callers: bool = True) -> None:
+    def __init__(self) -> None:
         # Otherwise every counter has an additional `_created` series.
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self.collector_registry = CollectorRegistry()
         self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
-        self._counts_callers = counts_callers
         self._callers: set[str] = set()  # label values
         # The keys of these are the name of a key, and the model or the code.
         self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
@@ -326,20 +325,19 @@ class Metrics:
         if info.phases is not None:
             for name, phase_s in info.phases.items():
                 pending.other_phases.setdefault(name, PendingPhase()).add(phase_s)
-        if self._counts_callers:
-            if info.key:
-                usage = self._pending_callers.get((info.key, info.model))
-                if usage is None:
-                    usage = self._pending_callers[info.key, info.model] = CallerUsage()
-                usage.requests += 1
-                usage.inference_s += info.upstream_s
-                usage.bytes_in += info.bytes_in
-                usage.bytes_out += info.bytes_out
-            if status in REFUSED_STATUSES:
-                self._pending_refusals[info.key, info.error_code] += 1
+        if info.key:
+            usage = self._pending_callers.get((info.key, info.model))
+            if usage is None:
+                usage = self._pending_callers[info.key, info.model] = CallerUsage()
+            usage.requests += 1
+            usage.inference_s += info.upstream_s
+            usage.bytes_in += info.bytes_in
+            usage.bytes_out += info.bytes_out
+        if status in REFUSED_STATUSES:
+            self._pending_refusals[info.key, info.error_code] += 1
 
     def count_caller_wait(self, caller: str, seconds: float) -> None:
-        if caller and self._counts_callers:
+        if caller:
             self._pending_waits[(caller,)] += seconds  # type: ignore[assignment]  # typed for integers
 
     def update_dropped_lines(self, total: int) -> None:

@@ -32,7 +32,7 @@ def read(document: str) -> str:
 
 def list_settings() -> Iterator[str]:
     # The rows, and the files with secrets, which have none.
-    settings = read("reference/settings.md")
+    settings = read("reference/settings.md") + read("reference/settings-advanced.md")
     rows = re.findall(r"^\| `(GATEWAY_\w+)`", settings, re.M)
     for name in (*rows, *re.findall(r"`(GATEWAY_\w+_FILE)`", settings)):
         yield f"setting {name}"

@@ -52,7 +52,7 @@ OWN_NAMES = {
     ),
     "uploads": OwnNames(
         rf"(PUT|DELETE) {MODEL}|GET {MODEL}/files.*",
-        r"setting GATEWAY_(REPOSITORY(_SECRET_ACCESS_KEY(_FILE)?)?|MODEL_UPLOADS"
+        r"setting GATEWAY_(REPOSITORY|MODEL_UPLOADS"
         r"|MAX_(MODEL_BYTES|REPOSITORY_BYTES|MODEL_INSTANCES|MODEL_WARMUPS|MODEL_SEQUENCES))"
         r"|code \d+ (DIGEST_MISMATCH|INVALID_MODEL_FILE|NO_REPOSITORY|REPOSITORY_\w+)"
         r"|(command|flag) triton-gateway (push|pull|rm)\b.*",
@@ -84,13 +84,13 @@ OWN_NAMES = {
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
     "jobs": OwnNames(
         r"\w+ /v1/(jobs|models/{model}/jobs).*",
-        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_BATCH|CALLBACK)\w*"
+        r"setting GATEWAY_(JOBS?|MAX_JOBS|CALLBACK)\w*"
         r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
         r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)"
         r"|variable GATEWAY_CALLBACK_SECRET",
         r"gateway_jobs?_?.*",
     ),
-    "page": OwnNames(r"GET /guide", r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
+    "page": OwnNames(r"GET /guide", r"setting GATEWAY_PAGE"),
 }
 # They exist with an issuer of tokens, with a keys file, and with a sink of samples.
 NOT_SHOWN = r"metric \w+ gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
@@ -136,7 +136,6 @@ def test_gateway_without_a_capability_serves_the_others(
             setting: "" if value in ((), None) else str(value)
             for setting, value in list_defaults(NAMES)
         },
-        "GATEWAY_DOCUMENTATION_URL": "https://docs.example",
         "GATEWAY_TRITON_URLS": "127.0.0.1:9",
         "GATEWAY_DIALECTS": "torchserve",
         "GATEWAY_JOBS": f"sqlite://{tmp_path}",

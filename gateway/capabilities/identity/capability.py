@@ -13,42 +13,41 @@ from gateway.config.settings import Settings
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
-    from gateway.capabilities.identity.issuer import TokenChecker
+    from gateway.capabilities.identity.expiry import KeyExpiry
+    from gateway.capabilities.identity.issuer import KeySource, TokenChecker
     from gateway.services import Services
 
 
 def attach_identity(settings: Settings) -> Attachment | None:
     identity = settings.read(IdentitySettings)
-    asks_for_certificates = settings.tls_client_ca_file is not None
-    if identity.oidc_issuer and settings.keys_file is None:
-        raise CommandError(
-            "GATEWAY_OIDC_ISSUER requires GATEWAY_KEYS_FILE, whose list 'oidc' gives tokens their rights"
-        )
-    identifies_callers = bool(identity.oidc_issuer) or asks_for_certificates
     if settings.keys_file is None:
+        if identity.oidc_issuer:
+            raise CommandError(
+                "GATEWAY_OIDC_ISSUER requires GATEWAY_KEYS_FILE, whose list 'oidc' gives tokens their rights"
+            )
         return None
+    asks_for_certificates = settings.tls_client_ca_file is not None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
 
     async def open_identity(services: Services, stack: AsyncExitStack) -> None:
-        open_expiry(services, stack)
-        if identifies_callers:
-            open_verifier(services, stack)
+        from gateway.capabilities.identity.expiry import KeyExpiry
 
-    def open_verifier(services: Services, stack: AsyncExitStack) -> None:
-        from gateway.capabilities.identity.verifier import IdentityVerifier
+        def run(part: KeyExpiry | KeySource) -> None:
+            services.metrics.collector_registry.register(part)
+            stack.callback(asyncio.create_task(part.run()).cancel)
 
         access = services.access
-        if access.keys_file is not None:
-            access.verifier = IdentityVerifier(
-                access.keys_file,
-                tokens,
-                asks_for_certificates=asks_for_certificates,
-            )
+        if access.keys_file is None:
+            return
+        run(KeyExpiry(access.keys_file, services.repository.state))
         if tokens is not None:
-            from gateway.capabilities.identity.issuer import KeysCollector
+            run(tokens.source)
+        if tokens is not None or asks_for_certificates:
+            from gateway.capabilities.identity.verifier import IdentityVerifier
 
-            services.metrics.collector_registry.register(KeysCollector(tokens.source))
-            stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
+            access.verifier = IdentityVerifier(
+                access.keys_file, tokens, asks_for_certificates=asks_for_certificates
+            )
 
     return Attachment(open=open_identity, sign_in=find_sign_in(identity))
 
@@ -56,15 +55,6 @@ def attach_identity(settings: Settings) -> Attachment | None:
 def find_sign_in(settings: IdentitySettings) -> SignIn | None:
     client_id = settings.oidc_client_id
     return SignIn(settings.oidc_issuer, client_id) if client_id else None
-
-
-def open_expiry(services: Services, stack: AsyncExitStack) -> None:
-    from gateway.capabilities.identity.expiry import KeyExpiry
-
-    if (file := services.access.keys_file) is not None:
-        expiry = KeyExpiry(file, services.repository.state)
-        services.metrics.collector_registry.register(expiry)
-        stack.callback(asyncio.create_task(expiry.run()).cancel)
 
 
 def create_token_checker(settings: IdentitySettings) -> TokenChecker:

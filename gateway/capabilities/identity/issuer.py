@@ -1,37 +1,36 @@
-"""The issuer's public keys: fetched over HTTP, or read from a file, and refreshed in the background."""
+"""The issuer's public keys: fetched over HTTP or read from a file, and refreshed in the background."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import anyio
 import httpx
 import orjson
 from anyio import to_thread
+from joserfc.jwk import KeySet
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.capabilities.identity.errors import InvalidToken, IssuerUnavailable
 from gateway.capabilities.identity.settings import IdentitySettings, is_safe_address
 from gateway.capabilities.identity.tokens import (
-    IssuerKey,
-    IssuerKeys,
+    Key,
     Token,
     TokenParser,
-    check_signature,
     find_key,
     is_signed_by,
     parse_issuer_keys,
 )
-from gateway.config.files import WatchedFile, check_regular_file, read_config_file
+from gateway.config.files import read_config_file
 from gateway.messages import CommandError, quote_text
 from gateway.tasks import follow, repeat
 
@@ -49,76 +48,30 @@ MIN_INTERVAL_S: Final = 10.0
 FILE_POLL_S: Final = 1.0
 CONFIGURATION_PATH: Final = "/.well-known/openid-configuration"
 HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
-DEFAULT_PORTS: Final = {"https": 443, "http": 80}
 
 
 class FetchError(Exception):
-    """The keys cannot be fetched; the message says why."""
+    """The keys cannot be fetched or read; the message says why."""
 
 
-class BadIssuerFile(CommandError):
-    """The file with the issuer's keys, its CA certificate or the token is invalid."""
+class KeySource(Collector):
+    """The keys of an issuer, which `fetch` returns, and their age as a metric.
 
-
-class KeySource:
-    """The keys of the issuer, or None while they are not known."""
-
-    def __init__(self) -> None:
-        self.is_current = True  # whether the last attempt to read them succeeded
-        self.on_change: Callable[[], object] = lambda: None  # called when there are other keys
-        self._keys: IssuerKeys | None = None
-
-    @property
-    def keys(self) -> IssuerKeys | None:
-        return self._keys
-
-    def replace_keys(self, keys: IssuerKeys) -> None:
-        if keys != self._keys:
-            self._keys = keys
-            self.on_change()
-
-    def find_age_s(self) -> float | None:
-        """Return the age of the keys; None if they are not fetched."""
-
-    def find_expiry(self) -> float:
-        """Return when the keys expire, by `time.time`."""
-        return float("inf")
-
-    async def refresh_for_unknown_key(self) -> None:
-        """Look for new keys, because a token names one that is not known."""
-
-    async def keep_current(self) -> None:
-        """Refresh the keys until cancelled."""
-
-
-class KeysFromFile(KeySource):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = WatchedFile(path, read_keys, label="oidc_keys")
-        self.replace_keys(self._file.value)
-
-    async def keep_current(self) -> None:
-        async def check() -> None:
-            await asyncio.sleep(FILE_POLL_S)
-            await self._file.reload_in_background()
-            self.replace_keys(self._file.value)
-
-        await repeat("oidc_keys", check)
-
-
-class FetchedKeys(KeySource):
-    """Keys that `fetch` returns. One fetch runs at a time, and one begins in `min_interval_s`."""
+    One fetch runs at a time, and one begins in `min_interval_s`.
+    """
 
     def __init__(
         self,
         issuer: str,
-        fetch: Callable[[], Awaitable[IssuerKeys]],
+        fetch: Callable[[], Awaitable[KeySet]],
         *,
         max_age_s: float = MAX_AGE_S,
         refresh_s: float = REFRESH_S,
         min_interval_s: float = MIN_INTERVAL_S,
     ) -> None:
-        super().__init__()
+        self.is_current = False  # whether the last fetch succeeded
+        self.on_change: Callable[[], object] = lambda: None  # called when there are other keys
+        self._keys: KeySet | None = None
         self._issuer = issuer
         self._fetch = fetch
         self._max_age_s = max_age_s
@@ -126,27 +79,37 @@ class FetchedKeys(KeySource):
         self._min_interval_s = min_interval_s
         # The age of the keys is counted from the start until there is a fetch.
         self._fetched_at = time.monotonic()
-        self._started_at = float("-inf")  # when the last fetch began
+        self._started_at = -math.inf  # when the last fetch began
         self._fetching: asyncio.Task[None] | None = None
         self._last_problem = ""
-        self.is_current = False
 
     @property
-    def keys(self) -> IssuerKeys | None:
+    def keys(self) -> KeySet | None:
+        """The keys, or None while they are not known."""
         return self._keys if self.find_age_s() < self._max_age_s else None
 
     def find_age_s(self) -> float:
         return time.monotonic() - self._fetched_at
 
     def find_expiry(self) -> float:
+        """Return when the keys expire, by `time.time`."""
         return time.time() + self._max_age_s - self.find_age_s()
 
-    async def refresh_for_unknown_key(self) -> None:
-        if self._fetching is None and self._find_wait_s(self._min_interval_s) > 0:
-            return
-        await self._refresh()
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily(
+            "gateway_oidc_keys_age_seconds",
+            "Time since the issuer's keys were fetched, or since the start if they never were.",
+            value=self.find_age_s(),
+        )
 
-    async def keep_current(self) -> None:
+    async def refresh_for_unknown_key(self) -> None:
+        """Look for new keys, because a token names one that is not known."""
+        if self._fetching is not None or self._find_wait_s(self._min_interval_s) <= 0:
+            await self._refresh()
+
+    async def run(self) -> None:
+        """Refresh the keys until cancelled."""
+
         async def step() -> None:
             wait_s = self._find_wait_s(self._refresh_s if self.is_current else self._min_interval_s)
             if wait_s > 0:
@@ -155,6 +118,13 @@ class FetchedKeys(KeySource):
                 await self._refresh()
 
         await repeat("oidc_keys", step)
+
+    def replace_keys(self, keys: KeySet) -> None:
+        self._fetched_at = time.monotonic()
+        self.is_current = True
+        if self._keys is None or keys.as_dict() != self._keys.as_dict():
+            self._keys = keys
+            self.on_change()
 
     def _find_wait_s(self, interval_s: float) -> float:
         return self._started_at + interval_s - time.monotonic()
@@ -167,25 +137,22 @@ class FetchedKeys(KeySource):
         await follow(self._fetching)
 
     async def _fetch_keys(self) -> None:
+        problem = ""
         try:
             self.replace_keys(await self._fetch())
-            self._fetched_at = time.monotonic()
-            self._report("")
         except FetchError as exc:
-            self._report(str(exc))
+            self.is_current = False
+            problem = str(exc)
         finally:
             self._fetching = None
-
-    def _report(self, problem: str) -> None:
-        """Record the result of a fetch, and log it if it is another than the last one."""
-        self.is_current = not problem
-        if problem == self._last_problem:
-            return
-        self._last_problem = problem
-        if problem:
-            log.warning("the keys of the issuer %s cannot be fetched: %s", self._issuer, problem)
-        else:
-            log.info("the keys of the issuer %s can be fetched again", self._issuer)
+        if problem != self._last_problem:
+            self._last_problem = problem
+            if problem:
+                log.warning(
+                    "the keys of the issuer %s cannot be fetched: %s", self._issuer, problem
+                )
+            else:
+                log.info("the keys of the issuer %s can be fetched again", self._issuer)
 
 
 class TokenChecker:
@@ -210,52 +177,36 @@ class TokenChecker:
             raise InvalidToken(
                 "names a key (kid) that was not among its issuer's usable keys when they were last read"
             )
-        check_signature(token, key)
+        if not is_signed_by(token, key):
+            raise InvalidToken("has an invalid signature")
         return token
 
-    def _find_key(self, token: Token) -> IssuerKey | None:
+    def _find_key(self, token: Token) -> Key | None:
         keys = self.source.keys
         return None if keys is None else find_key(keys, token)
 
 
-class KeysCollector(Collector):
-    """The age of fetched keys, at the time of a scrape."""
-
-    def __init__(self, source: KeySource) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        age_s = self._source.find_age_s()
-        if age_s is not None:
-            yield GaugeMetricFamily(
-                "gateway_oidc_keys_age_seconds",
-                "Time since the issuer's keys were fetched, or since the start if they never were.",
-                value=age_s,
-            )
-
-
 def open_key_source(settings: IdentitySettings) -> KeySource:
     """Return the source that the settings name. Raises `CommandError` for files that cannot be read."""
-    if settings.oidc_jwks_file is not None:
-        return KeysFromFile(settings.oidc_jwks_file)
+    path = settings.jwks_file
     try:
-        read_access(settings)
+        if path is None:
+            read_access(settings)
+            return KeySource(settings.oidc_issuer, partial(fetch_keys, settings))
+        source = KeySource(
+            settings.oidc_issuer,
+            partial(to_thread.run_sync, read_keys, path),
+            max_age_s=math.inf,
+            refresh_s=FILE_POLL_S,
+            min_interval_s=FILE_POLL_S,
+        )
+        source.replace_keys(read_keys(path))
     except FetchError as exc:
-        raise BadIssuerFile(str(exc)) from None
-    fetch = partial(fetch_keys, settings)
-    return FetchedKeys(settings.oidc_issuer, fetch)
+        raise CommandError(str(exc)) from None
+    return source
 
 
-def read_keys(path: Path) -> IssuerKeys:
-    try:
-        return parse_issuer_keys(read_config_file(path).encode())
-    except OSError as exc:
-        raise BadIssuerFile(f"the issuer's keys {path}: {exc.strerror}") from None
-    except ValueError as exc:
-        raise BadIssuerFile(f"the issuer's keys {path}: {exc}") from None
-
-
-async def fetch_keys(settings: IdentitySettings, timeout_s: float = FETCH_TIMEOUT_S) -> IssuerKeys:
+async def fetch_keys(settings: IdentitySettings, timeout_s: float = FETCH_TIMEOUT_S) -> KeySet:
     """Fetch the keys from the issuer. Raises `FetchError`."""
     try:
         with anyio.fail_after(timeout_s):
@@ -285,23 +236,32 @@ def read_access(settings: IdentitySettings) -> tuple[ssl.SSLContext, str]:
     """Return the trusted certificates and the token, which may change at any time. Raises `FetchError`."""
     ca_file = settings.oidc_ca_file
     token_file = settings.oidc_token_file
+    certificates = None if ca_file is None else f"{read_text(ca_file)}\n"  # an empty text is no CA
     try:
-        if ca_file is not None:
-            check_regular_file(ca_file.stat())
-        context = ssl.create_default_context(cafile=ca_file)
-    except ssl.SSLError:
+        context = ssl.create_default_context(cadata=certificates)
+    except (ssl.SSLError, ValueError):
         raise FetchError(f"{ca_file} is not a valid CA certificate") from None
-    except OSError as exc:
-        raise FetchError(f"{ca_file}: {exc.strerror}") from None
-    try:
-        token = "" if token_file is None else read_config_file(token_file).strip()
-    except OSError as exc:
-        raise FetchError(f"{token_file}: {exc.strerror}") from None
-    except UnicodeDecodeError:
-        raise FetchError(f"{token_file} is not a text in UTF-8") from None
+    token = "" if token_file is None else read_text(token_file).strip()
     if not (token.isascii() and token.isprintable()):
         raise FetchError(f"{token_file} does not contain a token")
     return context, token
+
+
+def read_keys(path: Path) -> KeySet:
+    """Return the keys in a file. Raises `FetchError`."""
+    try:
+        return parse_issuer_keys(read_text(path).encode())
+    except ValueError as exc:
+        raise FetchError(f"{path}: {exc}") from None
+
+
+def read_text(path: Path) -> str:
+    try:
+        return read_config_file(path)
+    except OSError as exc:
+        raise FetchError(f"{path}: {exc.strerror}") from None
+    except UnicodeDecodeError:
+        raise FetchError(f"{path} is not a text in UTF-8") from None
 
 
 async def fetch_document(client: httpx.AsyncClient, issuer: str, token: str, address: str) -> bytes:
@@ -311,8 +271,6 @@ async def fetch_document(client: httpx.AsyncClient, issuer: str, token: str, add
     async with client.stream("GET", address, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
             raise FetchError(f"{address} answers with status {response.status_code}")
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise FetchError(f"{address} answers with a compressed body")
         body = b""
         async for chunk in response.aiter_raw():
             body += chunk
@@ -335,5 +293,5 @@ def find_keys_address(issuer: str, configuration: bytes) -> str:
 
 
 def find_origin(address: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(address)
-    return parts.scheme, parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme)
+    url = httpx.URL(address)
+    return url.scheme, url.host, url.port

@@ -12,6 +12,7 @@ from gateway.access.auth import is_loopback
 from gateway.config.settings import CapabilitySettings, CommaSeparated
 
 ISSUER: Final = "oidc_issuer"
+FILE_PREFIX: Final = "file:///"
 # An empty variable is no path.
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
@@ -26,10 +27,8 @@ class IdentitySettings(CapabilitySettings):
     GATEWAY_OIDC_ISSUER."""
     oidc_jwks_url: str = Field("", validate_default=True)
     """Address of the issuer's public keys (JSON Web Key Set), if the one in its OpenID configuration cannot
-    be reached from here."""
-    oidc_jwks_file: OptionalPath = Field(None, validate_default=True)
-    """File with the issuer's public keys, for a place without a network; it is reloaded when it changes, and
-    nothing is fetched."""
+    be reached from here. file:///PATH is a file, for a place without a network; it is reloaded when it
+    changes, and nothing is fetched."""
     oidc_ca_file: OptionalPath = Field(None, validate_default=True)
     """CA certificate that signed the certificate of the issuer (PEM), instead of those of the system."""
     oidc_token_file: OptionalPath = Field(None, validate_default=True)
@@ -41,16 +40,15 @@ class IdentitySettings(CapabilitySettings):
 
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod
-    def check_address(cls, value: str) -> str:
-        if value and not is_safe_address(value):
+    def check_address(cls, value: str, info: ValidationInfo) -> str:
+        is_file = info.field_name != ISSUER and value.startswith(FILE_PREFIX)
+        if value and not is_file and not is_safe_address(value):
             raise ValueError(
                 "use https://HOST/PATH without a query; http:// is accepted on loopback only"
             )
         return value
 
-    @field_validator(
-        *("oidc_jwks_url", "oidc_jwks_file", "oidc_ca_file", "oidc_token_file", "oidc_client_id")
-    )
+    @field_validator("oidc_jwks_url", "oidc_ca_file", "oidc_token_file", "oidc_client_id")
     @classmethod
     def check_has_issuer(cls, value: str | Path | None, info: ValidationInfo) -> str | Path | None:
         if value and not info.data.get(ISSUER, True):
@@ -70,12 +68,10 @@ class IdentitySettings(CapabilitySettings):
             raise ValueError("GATEWAY_OIDC_ISSUER is missing")
         return value
 
-    @field_validator("oidc_jwks_file")
-    @classmethod
-    def check_single_source(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is not None and info.data.get("oidc_jwks_url"):
-            raise ValueError("GATEWAY_OIDC_JWKS_URL is set as well; remove one of them")
-        return value
+    @property
+    def jwks_file(self) -> Path | None:
+        path = self.oidc_jwks_url.removeprefix("file://")
+        return Path(path) if path != self.oidc_jwks_url else None
 
 
 def is_safe_address(address: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_IDENTITIES: Final = 10_000
 MAX_LOGGED_SUBJECT_CHARS: Final = 256
-CredentialT = TypeVar("CredentialT", bound=Hashable)
 RuleT = TypeVar("RuleT", bound=CallerRule)
 
 
@@ -65,7 +64,6 @@ class IdentityVerifier(CredentialVerifier):
         self._tokens = tokens
         self._asks_for_certificates = asks_for_certificates
         self._by_token_digest: dict[bytes, Identity] = {}
-        self._by_certificate: dict[tuple[CertificateName, ...], Identity] = {}
         if tokens is not None:
             tokens.source.on_change = self._by_token_digest.clear
 
@@ -91,7 +89,8 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        subject = token.subject
+        named = token.claims.get("sub")
+        subject = named if isinstance(named, str) else ""
         subject_id = hash_parts("token", token.claims["iss"], subject) if subject else ""
         identity = Identity(rule.caller, shorten_subject(subject), subject_id, expires_at)
         store(self._by_token_digest, read_head(scope, hash_key), identity)
@@ -112,11 +111,7 @@ class IdentityVerifier(CredentialVerifier):
             raise NamelessCertificate
         if is_cross_origin(scope["headers"]):
             raise CrossOriginCertificate(token=self._tokens is not None)
-        identity = self._by_certificate.get(names)
-        if identity is None:
-            identity = self._identify_certificate(names)
-            store(self._by_certificate, names, identity)
-        return accept_identity(scope, identity)
+        return accept_identity(scope, self._identify_certificate(names))
 
     def _identify_certificate(self, names: tuple[CertificateName, ...]) -> Identity:
         def matches(rule: CertificateRule) -> bool:
@@ -138,7 +133,6 @@ class IdentityVerifier(CredentialVerifier):
     def _forget_rules(self) -> None:
         self._content = self._keys_file.value
         self._by_token_digest.clear()
-        self._by_certificate.clear()
 
 
 def shorten_subject(subject: str) -> str:
@@ -156,9 +150,7 @@ def accept_identity(scope: RequestScope, identity: Identity) -> Caller:
     return identity.caller
 
 
-def store(
-    identities: dict[CredentialT, Identity], credential: CredentialT, identity: Identity
-) -> None:
+def store(identities: dict[bytes, Identity], digest: bytes, identity: Identity) -> None:
     if len(identities) >= MAX_IDENTITIES:
         del identities[next(iter(identities))]
-    identities[credential] = identity
+    identities[digest] = identity

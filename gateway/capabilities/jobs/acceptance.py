@@ -136,7 +136,7 @@ class Submission:
         self._callback_url = join_header_values(scope, CALLBACK_URL).decode("latin-1")
         self._callback_host = ""
         if self._callback_url:
-            self._callback_host = jobs.callback_urls.check_url(self._callback_url).authority
+            self._callback_host = jobs.callback_urls.check_url(self._callback_url).netloc.decode()
         self._key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
         if len(self._key) > MAX_KEY_CHARS:
             raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")

@@ -28,7 +28,7 @@ from gateway.capabilities.jobs.replay import (
     find_delay_s,
     find_retry_after_s,
 )
-from gateway.capabilities.jobs.service import Jobs, read_pieces
+from gateway.capabilities.jobs.service import Jobs, read_piece, read_pieces
 from gateway.capabilities.jobs.store import JobFiles
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.headers import decode_header_text, parse_content_type, parse_header_parameters
@@ -46,7 +46,6 @@ from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.multipart import PartReader
 
-BUFFER_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
@@ -166,7 +165,7 @@ class RowReader:
     def __init__(self, files: JobFiles, job: Job) -> None:
         self._files = files
         self._job = job
-        self._file_position = 0
+        self._position = 0
         self._buffer = bytearray()
         self._number = 0
         content_type = next(value for name, value in job.headers if name == "content-type")
@@ -193,7 +192,7 @@ class RowReader:
         searched = 0
         while (end := self._buffer.find(LINE_FEED, searched)) < 0:
             searched = len(self._buffer)
-            if self._file_position == self._job.body_bytes:
+            if self._position == self._job.body_bytes:
                 return b""
             await self._fill_buffer()
         return (await self._read_bytes(end + 1))[:end]
@@ -206,12 +205,12 @@ class RowReader:
         return data
 
     async def _fill_buffer(self) -> None:
-        length = min(self._job.body_bytes - self._file_position, BUFFER_BYTES)
-        data = await self._files.read(self._job.body_file, self._file_position, length)
-        if not data or len(data) < length:
+        job = self._job
+        piece = await read_piece(self._files, job.body_file, self._position, job.body_bytes)
+        if not piece:
             raise JobFileLost
-        self._file_position += length
-        self._buffer += data
+        self._position += len(piece)
+        self._buffer += piece
 
 
 def split_line(line: bytes) -> tuple[str | None, bytes]:

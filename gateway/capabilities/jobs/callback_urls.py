@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
+
+import httpx
 
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.messages import quote_text
 
 MAX_URL_CHARS: Final = 2048
-DEFAULT_PORTS: Final = {"https": 443, "http": 80}
+MAX_PORT: Final = 1 << 16
+SCHEMES: Final = ("https", "http")
 # A server may read such a path as another one: dot segments, also with parameters (`..;`), and separators,
 # dots or percent signs that are encoded.
 AMBIGUOUS_PATH: Final = re.compile(r"/\.{1,2}(?:[/;]|$)|%(?:25|2e|2f|5c)|\\", re.IGNORECASE)
@@ -22,34 +23,6 @@ class CallbackNotAllowed(Forbidden):
     code = "CALLBACK_NOT_ALLOWED"
 
 
-@dataclass(frozen=True)
-class CallbackUrl:
-    scheme: str
-    host: str
-    port: int
-    path: str
-    query: str
-
-    @property
-    def origin(self) -> tuple[str, str, int]:
-        return self.scheme, self.host, self.port
-
-    @property
-    def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
-
-    @property
-    def target(self) -> str:
-        return f"{self.path}?{self.query}" if self.query else self.path
-
-    def is_below(self, prefix: CallbackUrl) -> bool:
-        """Return whether the URL has the origin of the prefix, and begins with its whole path segments."""
-        expected = prefix.path.rstrip("/").split("/")
-        segments = self.path.split("/")[: len(expected)]
-        return self.origin == prefix.origin and segments == expected
-
-
 class CallbackUrls:
     """The entries of `GATEWAY_CALLBACK_URLS`. Raises `ValueError` for an entry that is invalid."""
 
@@ -57,20 +30,22 @@ class CallbackUrls:
         self._prefixes = tuple(map(parse_prefix, entries))
 
     def list_authorities(self) -> Sequence[str]:
-        return sorted({prefix.authority for prefix in self._prefixes})
+        return sorted({prefix.netloc.decode() for prefix in self._prefixes})
 
-    def check_url(self, text: str) -> CallbackUrl:
+    def check_url(self, text: str) -> httpx.URL:
         """Return a URL that may be called. Raises `CallbackNotAllowed` or `MalformedRequest`."""
-        url = parse_url(text)
-        if url is None:
-            raise MalformedRequest("the callback URL is not valid; use https://HOST/PATH")
-        if AMBIGUOUS_PATH.search(url.path):
+        if is_ambiguous(text):
             raise CallbackNotAllowed(
                 "a callback URL with a backslash, a dot segment, or an encoded dot, slash, backslash or "
                 "percent sign in its path is not allowed"
             )
-        if not any(map(url.is_below, self._prefixes)):
-            place = quote_text(f"{url.scheme}://{url.authority}")  # a path can contain a secret
+        url = parse_url(text)
+        if url is None:
+            raise MalformedRequest("the callback URL is not valid; use https://HOST/PATH")
+        if not any(is_below(url, prefix) for prefix in self._prefixes):
+            place = quote_text(
+                f"{url.scheme}://{url.netloc.decode()}"
+            )  # a path can contain a secret
             raise CallbackNotAllowed(
                 f"callbacks to this URL of {place} are not allowed: GATEWAY_CALLBACK_URLS lists the prefixes "
                 "of those that are"
@@ -78,34 +53,51 @@ class CallbackUrls:
         return url
 
 
-def parse_url(text: str) -> CallbackUrl | None:
-    """Return the parts of a URL of http or https without a fragment; None if it is invalid.
+def is_ambiguous(text: str) -> bool:
+    return AMBIGUOUS_PATH.search(text.partition("?")[0]) is not None
+
+
+def is_below(url: httpx.URL, prefix: httpx.URL) -> bool:
+    """Return whether the URL has the origin of the prefix, and begins with its whole path segments."""
+    has_origin = (url.scheme, url.netloc) == (prefix.scheme, prefix.netloc)
+    expected = list_segments(prefix)
+    if not expected[-1]:
+        expected.pop()
+    return has_origin and list_segments(url)[: len(expected)] == expected
+
+
+def list_segments(url: httpx.URL) -> list[bytes]:
+    return url.raw_path.partition(b"?")[0].split(b"/")
+
+
+def parse_url(text: str) -> httpx.URL | None:
+    """Return a URL of http or https without a fragment; None if it is invalid.
 
     Raises `CallbackNotAllowed` if it contains a user name or a password.
     """
-    if len(text) > MAX_URL_CHARS or not (text.isascii() and text.isprintable()) or " " in text:
+    if len(text) > MAX_URL_CHARS or not (text.isascii() and text.isprintable()):
         return None
     try:
-        parts = urlsplit(text)
-        host = parts.hostname
-        port = parts.port
-    except ValueError:
+        # Of a scheme in capitals, the default port is left out the second time.
+        url = httpx.URL(str(httpx.URL(text)))
+        host = url.host  # decoded: of IDNA, not every name can be
+    except (httpx.InvalidURL, UnicodeError):
         return None
-    if parts.scheme not in DEFAULT_PORTS or not host or port == 0 or "#" in text:
+    is_port = url.port is None or 0 < url.port < MAX_PORT
+    if url.scheme not in SCHEMES or not host or not is_port or set(" #") & set(text):
         return None
-    if "@" in parts.netloc:
+    if "@" in re.split("[/?]", text)[2]:
         raise CallbackNotAllowed("a callback URL with a user name or a password is not allowed")
-    port = port or DEFAULT_PORTS[parts.scheme]
-    return CallbackUrl(parts.scheme, host, port, parts.path or "/", parts.query)
+    return url
 
 
-def parse_prefix(entry: str) -> CallbackUrl:
-    """Return the parts of an entry. Raises `ValueError`."""
+def parse_prefix(entry: str) -> httpx.URL:
+    """Return an entry. Raises `ValueError`."""
     try:
         url = parse_url(entry)
     except CallbackNotAllowed:
         url = None
-    if url is None or "?" in entry or "*" in url.host or AMBIGUOUS_PATH.search(url.path):
+    if url is None or "?" in entry or "*" in url.host or is_ambiguous(entry):
         raise ValueError(
             f"{entry!r} is not a URL prefix such as https://HOST/PATH or http://HOST:PORT"
         )

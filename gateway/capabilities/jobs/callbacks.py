@@ -5,11 +5,11 @@ Also the route of the secret that signs them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import ssl
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from gateway import __version__
-from gateway.capabilities.jobs.callback_urls import CallbackNotAllowed, CallbackUrl, CallbackUrls
+from gateway.capabilities.jobs.callback_urls import CallbackNotAllowed, CallbackUrls
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import DELIVERED, Job
 from gateway.capabilities.jobs.routes import describe_job
@@ -42,7 +42,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.services import Services
-from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks, repeat, run_step
+from gateway.tasks import TaskSet, cancel_tasks, repeat, run_step, run_together
 from gateway.webhooks import build_headers, generate_secret
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ STEP_TIMEOUT: Final = httpx.Timeout(ATTEMPT_TIMEOUT_S)
 # Longer than an attempt: what a gateway that was killed had begun is begun again after this time.
 CLAIM_S: Final = 60.0
 POLL_S: Final = 0.5
-MAX_RUNNING_ATTEMPTS_PER_HOST: Final = 4
+MAX_ATTEMPTS_PER_HOST: Final = 4  # at a time
 MAX_RESPONSE_BYTES: Final = 16 << 10
 MAX_PROBLEM_CHARS: Final = 200
 GONE_STATUS: Final = 410
@@ -105,16 +105,10 @@ class CallbackClient:
             reason = str(exc) or type(exc).__name__
             return AttemptResult(f"the request failed: {reason}"[:MAX_PROBLEM_CHARS])
 
-    async def _post(
-        self, url: CallbackUrl, headers: Mapping[str, str], body: bytes
-    ) -> AttemptResult:
-        # Of the parts that were checked: another parser might read the text differently.
-        target = httpx.URL(
-            scheme=url.scheme, host=url.host, port=url.port, raw_path=url.target.encode()
-        )
+    async def _post(self, url: httpx.URL, headers: Mapping[str, str], body: bytes) -> AttemptResult:
         async with (
             httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=STEP_TIMEOUT) as client,
-            client.stream("POST", target, content=body, headers=headers) as response,
+            client.stream("POST", url, content=body, headers=headers) as response,
         ):
             received = 0
             async for chunk in response.aiter_raw():
@@ -133,10 +127,7 @@ class CallbackSender:
         self._store = jobs.store
         self._trust = jobs.trust
         self._allowed = jobs.callback_urls
-        self._hosts = self._allowed.list_authorities()
-        self._running_by_host: Counter[str] = Counter()
         self._tasks = TaskSet()
-        self._attempt_ended = ChangeSignal()
         self._attempts = services.metrics.create.counter(
             "gateway_job_callback_attempts_total",
             "Attempts to deliver callbacks of jobs, by result: delivered, repeated or failed.",
@@ -145,41 +136,33 @@ class CallbackSender:
 
     async def __aenter__(self) -> None:
         self._client = CallbackClient(self._allowed, ssl.create_default_context())
-        self._tasks.start(repeat(LOOP, self._step))
+        for host in self._allowed.list_authorities():
+            self._tasks.start(repeat(LOOP, partial(self._serve_host, host)))
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks(self._tasks)
 
-    async def _step(self) -> None:
-        seen = self._attempt_ended.count
-        for host in self._hosts:
-            await self._start_attempts(host)
-        await self._attempt_ended.wait(seen, POLL_S)
-
-    async def _start_attempts(self, host: str) -> None:
-        free = MAX_RUNNING_ATTEMPTS_PER_HOST - self._running_by_host[host]
-        if free <= 0:
-            return
+    async def _serve_host(self, host: str) -> None:
+        due: Sequence[Job] = ()
         with suppress(JobsUnavailable, JobsFull):
-            for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
-                if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
-                    await self._store.replace(replace(job, callback_due_at=0.0), job.token)
-                    continue
-                self._running_by_host[host] += 1
-                self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
+            now = time.time()
+            due = await self._store.find_due_deliveries(host, now, CLAIM_S, MAX_ATTEMPTS_PER_HOST)
+        attempts = (run_step(LOOP, partial(self._deliver, host, job)) for job in due)
+        await run_together(attempts)
+        if not due:
+            await asyncio.sleep(POLL_S)
 
     async def _deliver(self, host: str, job: Job) -> None:
-        try:
+        with suppress(JobsUnavailable, JobsFull):  # it is sent again
+            if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
+                await self._store.replace(replace(job, callback_due_at=0.0), job.token)
+                return
             body = self._encode_event(job)
             signature = build_headers(await self._find_secrets(job.caller), job.id, body)
             result = await self._client.send(job, signature, body)
             attempted = record_attempt(job, result, time.time())
-            with suppress(JobsUnavailable, JobsFull):  # it is sent again
-                if await self._store.replace(attempted, job.token):
-                    self._report(host, attempted)
-        finally:
-            self._running_by_host[host] -= 1
-            self._attempt_ended.notify()
+            if await self._store.replace(attempted, job.token):
+                self._report(host, attempted)
 
     async def _find_secrets(self, caller: str) -> Sequence[str]:
         """Return the secrets of the caller's key or rule, or else the gateway's."""

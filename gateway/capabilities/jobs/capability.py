@@ -1,9 +1,9 @@
 """Requests that outlive their connection: jobs, whose result is fetched later.
 
-`job.py` has a job as a value, and the changes of its state. `storage/` has the two stores of jobs, and in
-`store.py` what they can do. `acceptance.py` makes jobs of requests and batches, `runner.py` runs them, and
-`routes.py` serves `/v1/jobs`. `batches/` has the rows of batches. `callbacks.py` calls the client's server
-when a job has ended, if `callback_urls.py` allows its URL.
+`job.py` has a job as a value, and the changes of its state. `store.py` keeps jobs in a table of `sqlite.py`
+or `redis.py`. `acceptance.py` makes jobs of requests and batches, `runner.py` runs them, and `routes.py`
+serves `/v1/jobs`. `batches.py` has the rows of batches. `callbacks.py` calls the client's server when a job
+has ended, if `callback_urls.py` allows its URL.
 """
 
 from __future__ import annotations

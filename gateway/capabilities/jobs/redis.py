@@ -28,7 +28,7 @@ MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
 BODY_WITHOUT_JOB_TTL_S: Final = 3600
 MAX_RENEWAL_S: Final = 5.0  # every worker has renewed its leases twice
-READ_COMMANDS: Final = ("ZRANGE", "ZRANK", "ZREVRANK", "ZCARD", "GET", "HGET", "STRLEN", "GETRANGE")
+READ_COMMANDS: Final = ("ZRANGE", "ZRANK", "ZCARD", "GET", "HGET", "STRLEN", "GETRANGE")
 SAFE_POLICY: Final = "noeviction"
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
 # `KEYS[1]` is the prefix of all keys. The hashes `documents`, `tokens`, `sizes` and `names`, and a sorted set
@@ -206,9 +206,8 @@ class RedisTable:
         order = ("BYSCORE", *(("REV",) if is_reverse else ()), "LIMIT", first, count)
         return await self._redis.send("ZRANGE", name, *limits, *order, decode=decode_texts)
 
-    async def find_rank(self, name: str, job_id: str, *, is_reverse: bool) -> int | None:
-        command = "ZREVRANK" if is_reverse else "ZRANK"
-        return await self._redis.send(command, name, job_id, decode=decode_optional_number)
+    async def find_rank(self, name: str, job_id: str) -> int | None:
+        return await self._redis.send("ZRANK", name, job_id, decode=decode_optional_number)
 
     async def count(self, *names: str) -> Sequence[int]:
         return [await self._redis.send("ZCARD", name, decode=int) for name in names]

@@ -7,7 +7,6 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
-from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
@@ -42,8 +41,7 @@ class JobSettings(CapabilitySettings):
     bodies over 1 MiB are 413."""
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
-    max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed."""
+    max_batch_bytes: Fixed[int] = 1 << 30  # of the body of a batch, as received and decompressed
     max_batch_rows: Fixed[int] = 100_000
     max_jobs_per_caller: Fixed[int] = 10_000  # that have not ended
     max_running_jobs: Fixed[int] = 16  # of one process, and rows of each batch
@@ -64,7 +62,10 @@ class JobSettings(CapabilitySettings):
     @field_validator("callback_urls")
     @classmethod
     def check_callback_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        CallbackUrls(value)
+        if value:  # only then is httpx imported
+            from gateway.capabilities.jobs.callback_urls import CallbackUrls  # noqa: PLC0415
+
+            CallbackUrls(value)
         return value
 
     @field_validator("callback_secret")

@@ -96,7 +96,7 @@ class SqliteTable:
         self._database.executemany(PUT_ENTRY, entries)
         if not self.list_ids(change.queue, 0, 1, inf, is_reverse=False):
             execute(DELETE_ENTRIES, (change.owner, orjson.dumps([TURNS]).decode()))
-        elif change.is_start or self.find_rank(TURNS, change.owner, is_reverse=False) is None:
+        elif change.is_start or self.find_rank(TURNS, change.owner) is None:
             execute(PUT_ENTRY, (TURNS, change.owner, time.time()))
 
     def _find_token(self, job_id: str) -> int | None:
@@ -124,13 +124,11 @@ class SqliteTable:
         rows = self._database.execute(statement, (name, last, count, first))
         return [job_id for (job_id,) in rows]
 
-    def find_rank(self, name: str, job_id: str, *, is_reverse: bool) -> int | None:
+    def find_rank(self, name: str, job_id: str) -> int | None:
         known = "SELECT score, id FROM entries WHERE (list, id) = (?, ?)"
         if self._database.execute(known, (name, job_id)).fetchone() is None:
             return None
-        sign = ">" if is_reverse else "<"
-        statement = f"{COUNT} AND (score, id) {sign} ({known})"
-        return self._read_number(statement, name, name, job_id)
+        return self._read_number(f"{COUNT} AND (score, id) < ({known})", name, name, job_id)
 
     def count(self, *names: str) -> Sequence[int]:
         return [self._read_number(COUNT, name) for name in names]

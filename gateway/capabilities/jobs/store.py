@@ -22,7 +22,9 @@ from gateway.messages import CommandError
 # Of the places of a process, no caller gets more.
 MAX_SHARE_OF_PLACES: Final = 2 / 3
 LEASES_PERIOD_S: Final = 0.5  # leases that are over are noticed with a claim after this time
-PAGE: Final = 200  # after a first page with jobs that were not wanted
+PAGE: Final = 200  # documents that are read at a time
+# After a first page with jobs that were not wanted. A database counts the IDs before each page again.
+ID_PAGE: Final = 10_000
 # Results of `JobTable.change` in place of an ID.
 REFUSED: Final = ""
 TOO_MANY: Final = "TOO_MANY"
@@ -133,7 +135,7 @@ class JobTable(Protocol):
         """Return a page of a list up to a score, or up to the clock of the table."""
 
     # The number of jobs in a list before this one; None if it is not in the list.
-    async def find_rank(self, name: str, job_id: str, *, is_reverse: bool) -> int | None: ...
+    async def find_rank(self, name: str, job_id: str) -> int | None: ...
     async def count(self, *names: str) -> Sequence[int]: ...  # the length of each list
     async def measure(self) -> int: ...  # the bytes of all jobs
 
@@ -233,32 +235,41 @@ class JobStore:
         limit: int,
         matches: Callable[[Job], bool],
         *,
-        first: int = 0,
         until: float | None = inf,
         is_reverse: bool = False,
     ) -> list[Job]:
         """Return the first jobs of a list that can be read and are wanted."""
         found: list[Job] = []
+        first = 0
         count = limit
         while len(found) < limit:
             ids = await self._table.list_ids(name, first, count, until, is_reverse=is_reverse)
-            if ids:
-                found += filter(matches, self.reader.read(await self._table.read(*ids)))
+            for start in range(0, len(ids), PAGE):
+                stored = await self._table.read(*ids[start : start + PAGE])
+                found += filter(matches, self.reader.read(stored))
+                if len(found) >= limit:
+                    break
             if len(ids) < count:
                 break
             first += count
-            count = PAGE
+            count = ID_PAGE
         return found[:limit]
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         name = ALL if query.owner is None else OWNER + query.owner
-        first = 0
-        if query.after:
-            rank = await self._table.find_rank(name, query.after, is_reverse=True)
-            if rank is None:
-                return []
-            first = rank + 1
-        return await self._select(name, query.limit, query.matches, first=first, is_reverse=True)
+        if not query.after:
+            return await self._select(name, query.limit, query.matches, is_reverse=True)
+        last = await self.find(query.after)
+        if last is None or query.owner not in (None, last.owner):
+            return []
+        place = (last.created_at, last.id)
+
+        def is_next(job: Job) -> bool:
+            return (job.created_at, job.id) < place and query.matches(job)
+
+        # The lists have the times of creation, and among equal ones the order of the IDs.
+        until = last.created_at
+        return await self._select(name, query.limit, is_next, until=until, is_reverse=True)
 
     async def _list_turns(self) -> Sequence[str]:
         """Return the callers with queued jobs, the next one first."""
@@ -267,7 +278,7 @@ class JobStore:
     async def find_position(self, job: Job) -> int:
         """Return the number of queued jobs before this one, if none is delayed."""
         owners = await self._list_turns()
-        rank = await self._table.find_rank(QUEUE + job.owner, job.id, is_reverse=False)
+        rank = await self._table.find_rank(QUEUE + job.owner, job.id)
         if rank is None or job.owner not in owners:
             return 0
         lengths = await self._table.count(*(QUEUE + owner for owner in owners))

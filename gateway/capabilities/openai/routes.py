@@ -49,7 +49,6 @@ from gateway.tensors.payload import Payload, PayloadLimits
 from gateway.tensors.signature import Signature
 
 T = TypeVar("T")
-TextRequestT = TypeVar("TextRequestT", bound=TextRequest)
 ERROR_SERIALIZERS: Final = dict.fromkeys(
     ("/v1/embeddings", "/v1/completions", "/v1/chat/completions"), serialize_openai_error
 )
@@ -104,9 +103,9 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
 async def run_texts(
     request: Request,
     services: Services,
-    received: ReceivedDocument[TextRequestT],
-    build_payloads: Callable[[Signature, TextRequestT, PayloadLimits], list[Payload]],
-    encode: Callable[[list[InferResult], TextRequestT], EncodedBody],
+    received: ReceivedDocument[TextRequest],
+    build_payloads: Callable[[Signature, TextRequest, PayloadLimits], list[Payload]],
+    encode: Callable[[list[InferResult], TextRequest], EncodedBody],
 ) -> Response:
     wanted = received.document
     opened = await pipeline.open_request(
@@ -196,6 +195,6 @@ async def create_completion(request: Request, services: ServicesForInference) ->
             raise
         if (
             response.status == HTTPStatus.OK
-        ):  # so that the name is a model's, and may be a label value
+        ):  # the name is a model's, and may be the value of a label
             info.model = servers.get_model_label(model)
         return RelayedResponse(response, received.deadline.timeout_s, slot.transfer())

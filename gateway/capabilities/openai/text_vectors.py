@@ -38,23 +38,15 @@ NO_USAGE: Final = {"prompt_tokens": 0, "total_tokens": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A request with texts, of which a model makes a vector or a score each."""
+    """A request with texts, of which a model makes a vector or, with a query, a score each."""
 
     model: str
     texts: list[str]
-    query_bytes: int = 0  # of the query of a ranking, which is sent with each text
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingsRequest(TextRequest):
-    encoding_format: str
-    dimensions: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RerankRequest(TextRequest):
-    query: str
-    top_n: int
+    encoding_format: str = ENCODING_FORMATS[0]
+    dimensions: int | None = None
+    query: str = ""
+    query_bytes: int = 0  # of the queries, of which one is sent with each text
+    top_n: int | None = None  # the number of results; None for all
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class CompletionRequest:
 # Requests.
 
 
-def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
+def parse_embeddings_request(body: bytes) -> TextRequest:
     """Ignore unknown keys, as clients send their own. Raises `MalformedRequest` or `TooLarge`."""
     document = parse_object(body)
     encoding_format = document.get("encoding_format") or ENCODING_FORMATS[0]
@@ -79,7 +71,7 @@ def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
             '"input" has tokens, which the model\'s own tokenizer makes of texts; send texts '
             "(langchain-openai: check_embedding_ctx_length=False)"
         )
-    return EmbeddingsRequest(
+    return TextRequest(
         model=parse_model_name(document),
         texts=check_texts(texts, "input"),
         encoding_format=encoding_format,
@@ -87,7 +79,7 @@ def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
     )
 
 
-def parse_rerank_request(body: bytes) -> RerankRequest:
+def parse_rerank_request(body: bytes) -> TextRequest:
     """Accept documents as strings or objects with `text`. Raises `MalformedRequest` or `TooLarge`."""
     document = parse_object(body)
     items = document.get("documents")
@@ -95,12 +87,12 @@ def parse_rerank_request(body: bytes) -> RerankRequest:
         items = [item.get("text") if isinstance(item, dict) else item for item in items]
     texts = check_texts(items, "documents")
     query = parse_string(document, "query")
-    return RerankRequest(
+    return TextRequest(
         model=parse_model_name(document),
         texts=texts,
-        query_bytes=len(query.encode(errors="surrogatepass")) * len(texts),
         query=query,
-        top_n=parse_count(document, "top_n") or len(texts),
+        query_bytes=len(query.encode(errors="surrogatepass")) * len(texts),
+        top_n=parse_count(document, "top_n"),
     )
 
 
@@ -160,7 +152,7 @@ def check_texts(texts: Any, key: str) -> list[str]:
 
 
 def build_embedding_payloads(
-    signature: Signature, request: EmbeddingsRequest, limits: PayloadLimits
+    signature: Signature, request: TextRequest, limits: PayloadLimits
 ) -> list[Payload]:
     """Return one payload, or one for each text if the model has no batch dimension.
 
@@ -173,7 +165,7 @@ def build_embedding_payloads(
 
 
 def build_rerank_payloads(
-    signature: Signature, request: RerankRequest, limits: PayloadLimits
+    signature: Signature, request: TextRequest, limits: PayloadLimits
 ) -> list[Payload]:
     """Like `build_embedding_payloads`, for a model that turns a query and a document into a score.
 
@@ -255,7 +247,7 @@ def check_dimensions(signature: Signature, output: TensorSpec, dimensions: int |
 # Responses.
 
 
-def encode_embeddings(results: Sequence[InferResult], request: EmbeddingsRequest) -> EncodedBody:
+def encode_embeddings(results: Sequence[InferResult], request: TextRequest) -> EncodedBody:
     """Return the response in OpenAI's format. Raises `ModelFault` for anything but a vector per text."""
     entries = []
     for index, row in enumerate(list_rows(results, len(request.texts))):
@@ -267,7 +259,7 @@ def encode_embeddings(results: Sequence[InferResult], request: EmbeddingsRequest
     return EncodedBody(orjson.dumps(document), JSON)
 
 
-def encode_ranking(results: Sequence[InferResult], request: RerankRequest) -> EncodedBody:
+def encode_ranking(results: Sequence[InferResult], request: TextRequest) -> EncodedBody:
     """Return the documents with their scores, best first. Raises `ModelFault` for several scores each."""
     scores = []
     for row in list_rows(results, len(request.texts)):

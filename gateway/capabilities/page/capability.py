@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import HttpUrl
-
 from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
 from gateway.config.settings import CapabilitySettings, Settings
 
@@ -11,18 +9,15 @@ from gateway.config.settings import CapabilitySettings, Settings
 class PageSettings(CapabilitySettings):
     page: bool = True
     """Whether / serves browsers a page with the fleet, a form for every model and live metrics."""
-    documentation_url: HttpUrl | None = None
-    """Address of the documents to which the page links, in place of its own at /guide/."""
 
 
 def attach_page(settings: Settings) -> Attachment | None:
-    page = settings.read(PageSettings)
-    if not page.page:
+    if not settings.read(PageSettings).page:
         return None
     from gateway.access.auth import PathRules
     from gateway.capabilities.page.routes import PageRoutes
 
-    routes = PageRoutes(page.documentation_url)
+    routes = PageRoutes()
     paths = PathRules(public=frozenset(("/guide",)), public_prefixes=("/static/", "/guide/"))
     return Attachment(routes.routers, paths=paths)
 

@@ -8,7 +8,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from pydantic import HttpUrl
 
 from gateway.capabilities.capability import SignIn
 from gateway.capabilities.page.guide import METHODS, GuideRoutes
@@ -43,9 +42,8 @@ HTML_TYPE: Final = "text/html"
 class PageRoutes:
     """The page with its files, and the documents."""
 
-    def __init__(self, documentation_url: HttpUrl | None) -> None:
-        documentation = escape(str(documentation_url or "guide/"))
-        self._assets = load_assets(Path(__file__).parent / "static", documentation=documentation)
+    def __init__(self) -> None:
+        self._assets = load_assets(Path(__file__).parent / "static")
         self._page: Asset | None = None
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.get_page, methods=METHODS)

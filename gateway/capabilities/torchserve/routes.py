@@ -121,8 +121,7 @@ async def create_prediction(
         del received  # its memory is free while the model runs
         count = choose_class_count(opened.signature)
         if count and not opened.signature.default_class_counts:
-            parameters = {"classification": count, **options.parameters}
-            options = options._replace(parameters=parameters)
+            options = options._replace(parameters={"classification": count, **options.parameters})
         infer_request = pipeline.build_request(opened, options, inputs)
         result = await pipeline.run_inference(opened, slot, infer_request)
         return await pipeline.render_results(opened, [result], partial(encode_prediction, result))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, field_validator
 
 from gateway.config.settings import CapabilitySettings
 
@@ -29,7 +29,6 @@ class BucketLocation:
     bucket: str
     prefix: str
     endpoint: str
-    secret_access_key: SecretStr | None = None  # None: that of the environment
 
 
 def parse_bucket_url(url: str) -> BucketLocation | None:
@@ -47,8 +46,6 @@ class UploadSettings(CapabilitySettings):
     """Where the Tritons read their models, and where uploaded models are stored: a folder, file:///models, or
     a bucket, s3://BUCKET/PREFIX or s3://https://HOST:PORT/BUCKET/PREFIX, which requires triton-gateway[s3].
     Empty: no uploads; up uses the folder of its models."""
-    repository_secret_access_key: SecretStr | None = None
-    """Secret access key for the bucket, in place of AWS_SECRET_ACCESS_KEY."""
     max_model_bytes: int = Field(8 << 30, gt=0)
     """Maximum size of an uploaded model, as received and after decompression."""
     max_repository_bytes: int = Field(0, ge=0)
@@ -73,6 +70,4 @@ class UploadSettings(CapabilitySettings):
 
     @property
     def repository_bucket(self) -> BucketLocation | None:
-        location = parse_bucket_url(self.repository)
-        secret = self.repository_secret_access_key
-        return location and replace(location, secret_access_key=secret)
+        return parse_bucket_url(self.repository)

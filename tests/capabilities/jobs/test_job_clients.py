@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from standardwebhooks.webhooks import Webhook
 
-from gateway.capabilities.jobs.callbacks import MAX_RUNNING_ATTEMPTS_PER_HOST
+from gateway.capabilities.jobs.callbacks import MAX_ATTEMPTS_PER_HOST
 from gateway.client import AsyncClient, Client, GatewayError, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.webhooks import generate_secret
@@ -143,12 +143,12 @@ def test_gone_receiver_is_not_called_again(service: Service) -> None:
 
 def test_host_gets_a_few_callbacks_at_a_time(service: Service) -> None:
     service.receiver.is_held = True
-    jobs = [service.submit().json()["id"] for _ in range(MAX_RUNNING_ATTEMPTS_PER_HOST + 2)]
-    wait_until(lambda: service.receiver.in_progress == MAX_RUNNING_ATTEMPTS_PER_HOST)
+    jobs = [service.submit().json()["id"] for _ in range(MAX_ATTEMPTS_PER_HOST + 2)]
+    wait_until(lambda: service.receiver.in_progress == MAX_ATTEMPTS_PER_HOST)
     service.receiver.is_held = False
     for job in jobs:
         assert service.wait_for_callback(INFER, job) == {"state": "delivered", "attempts": 1}
-    assert service.receiver.max_in_progress == MAX_RUNNING_ATTEMPTS_PER_HOST
+    assert service.receiver.max_in_progress == MAX_ATTEMPTS_PER_HOST
 
 
 def test_secret_is_shown_to_admins_only_and_stays(service: Service) -> None:

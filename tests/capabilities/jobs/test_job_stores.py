@@ -158,6 +158,14 @@ async def test_list_has_the_newest_jobs_of_a_caller_in_a_state_and_of_a_model(
         )
 
 
+async def test_pages_have_each_job_once_also_those_of_the_same_time(store: JobStore) -> None:
+    await add(store, "a1 b1 c1 a2 b2")
+    seen: list[Job] = []
+    while page := await store.list_jobs(JobQuery(None, limit=2, after=seen[-1].id if seen else "")):
+        seen += page
+    assert join_names(seen) == "b2 a2 c1 b1 a1"
+
+
 async def test_counts_follow_every_change(store: JobStore) -> None:
     await add(store, "a1 a2 b1")
     assert (await store.count_jobs()).size_bytes == 3 * QUEUED.body_bytes

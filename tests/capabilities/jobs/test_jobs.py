@@ -230,18 +230,6 @@ def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: Embedded
     assert "cancelled" in ends.read_text()
 
 
-def test_long_jobs_of_a_caller_leave_places_for_others(client: httpx.Client) -> None:
-    jobs = [submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"] for _ in range(16)]
-    running = {"state": "running"}
-    wait_until(lambda: len(client.get("/v1/jobs", params=running).json()["jobs"]) == 11)
-    other = submit(client, headers=bearer(BOTH)).json()["id"]
-    document = client.get(f"/v1/jobs/{other}?wait=20", headers=bearer(ADMIN)).json()
-    assert document["state"] == "done"
-    assert len(client.get("/v1/jobs", params=running).json()["jobs"]) == 11
-    for job in reversed(jobs):
-        assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
-
-
 def test_batch_has_no_more_rows_in_progress_than_its_caller_may_have(client: httpx.Client) -> None:
     rejections = 'gateway_requests_shed_total{reason="inflight"}'
     with httpx.Client(base_url=client.base_url, headers=bearer(ADMIN), timeout=60) as admin:

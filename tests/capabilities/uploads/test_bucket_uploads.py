@@ -25,7 +25,6 @@ from tests.capabilities.uploads.support.uploads import (
     padded,
     triton_of,
 )
-from tests.support.doctor import examine
 from tests.support.errors import assert_error
 from tests.support.servers import gateway
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -69,16 +68,6 @@ def test_missing_bucket_is_reported(place: BucketPlace) -> None:
         refused = client.put("/v1/models/mine", content=FIRST)
         assert_error(refused, 503, "REPOSITORY_UNAVAILABLE", "S3 refused the request: NoSuchBucket")
         assert "models cannot be uploaded to the bucket nothing" in command.output
-
-
-def test_secret_of_the_bucket_is_read_from_a_file(
-    place: BucketPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "secret").write_text("y\n")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    given: dict[str, str | Path] = {"GATEWAY_REPOSITORY": place.server.repository(PREFIX)}
-    given["GATEWAY_REPOSITORY_SECRET_ACCESS_KEY_FILE"] = tmp_path / "secret"
-    assert examine(**given)[1]["repository"]["status"] == "ok"
 
 
 def test_bucket_that_stops_during_an_upload_is_reported(place: BucketPlace) -> None:

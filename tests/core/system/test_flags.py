@@ -32,7 +32,7 @@ def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
     flags += ["--backend-config", "python,shm-default-byte-size=4194304"]
     flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
     flags += ["--triton-arg", "4"]
-    secret = {"GATEWAY_REPOSITORY_SECRET_ACCESS_KEY": "a-secret"}
+    secret = {"GATEWAY_STATE_PASSWORD": "a-secret"}
     with Up(tmp_path, *flags, auto_complete=True, environment=secret) as up:
         up.wait_for("ready after")
         up.wait_for("failed to load 'bad'")

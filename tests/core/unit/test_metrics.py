@@ -58,13 +58,6 @@ def test_callers_beyond_the_maximum_are_counted_as_others() -> None:
     assert found[f'caller="{OTHER_CALLERS}",model="resnet"'] == 3
 
 
-def test_callers_are_not_counted_if_they_are_switched_off() -> None:
-    metrics = Metrics(counts_callers=False)
-    metrics.observe(create_info("app", error_code="FORBIDDEN"), 403, 0.1)
-    assert read_samples(metrics, "gateway_caller_requests_total") == {}
-    assert read_samples(metrics, "gateway_caller_refusals_total") == {}
-
-
 def test_duration_is_counted_in_the_buckets_from_its_time_on() -> None:
     metrics = Metrics()
     for seconds in (0.0005, 0.001, 0.2, 31.0):

@@ -70,8 +70,6 @@ class Bucket:
         self._name = location.bucket
         self._staged_prefix = f"{STAGED_PREFIX}{secrets.token_hex(8)}-"
         options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
-        if location.secret_access_key is not None:
-            options["secret_access_key"] = location.secret_access_key.get_secret_value()
 
         def create_store(**timeouts: timedelta) -> Any:
             client: Any = {"allow_http": True, "connect_timeout": CONNECT_TIMEOUT, **timeouts}

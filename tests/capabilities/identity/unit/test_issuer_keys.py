@@ -16,11 +16,10 @@ import pytest
 import trustme
 from hypothesis import given
 from hypothesis import strategies as st
-from joserfc.jwk import ECKey, OctKey, RSAKey
+from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
 
 from gateway.capabilities.identity.errors import InvalidToken, IssuerUnavailable
 from gateway.capabilities.identity.issuer import (
-    FetchedKeys,
     FetchError,
     KeySource,
     TokenChecker,
@@ -28,7 +27,7 @@ from gateway.capabilities.identity.issuer import (
     open_key_source,
 )
 from gateway.capabilities.identity.settings import IdentitySettings
-from gateway.capabilities.identity.tokens import TokenParser, parse_issuer_keys
+from gateway.capabilities.identity.tokens import TokenParser, fits, parse_issuer_keys
 from gateway.messages import CommandError
 from tests.capabilities.identity.support.issuer import (
     AUDIENCE,
@@ -65,10 +64,10 @@ def settings_for(issuer: Issuer, **more: Any) -> IdentitySettings:
     return IdentitySettings(oidc_issuer=issuer.url, oidc_audience=(AUDIENCE,), **more)
 
 
-def source_of(issuer: Issuer, **intervals: Any) -> FetchedKeys:
+def source_of(issuer: Issuer, **intervals: Any) -> KeySource:
     settings = settings_for(issuer)
     intervals = {"max_age_s": 60, "refresh_s": 60, "min_interval_s": INTERVAL_S, **intervals}
-    return FetchedKeys(issuer.url, lambda: fetch_keys(settings), **intervals)
+    return KeySource(issuer.url, lambda: fetch_keys(settings), **intervals)
 
 
 def checker(issuer: Issuer, source: KeySource) -> TokenChecker:
@@ -77,7 +76,7 @@ def checker(issuer: Issuer, source: KeySource) -> TokenChecker:
 
 @asynccontextmanager
 async def refreshed(source: KeySource) -> AsyncIterator[None]:
-    task = asyncio.create_task(source.keep_current())
+    task = asyncio.create_task(source.run())
     try:
         yield
     finally:
@@ -89,6 +88,10 @@ def rotate(issuer: Issuer, name: str) -> str:
     """Add a key, and return a token that it signed."""
     key = issuer.keys[name] = ECKey.generate_key("P-256")
     return sign_parts({"alg": "ES256", "kid": name}, claims(issuer.url), signer(key, "ES256"))
+
+
+def find_ids(keys: KeySet | None) -> set[str | None]:
+    return {key.kid for key in keys or ()}
 
 
 def fail(path: str) -> Any:
@@ -161,8 +164,8 @@ async def test_id_of_two_keys_is_named(issuer: Issuer, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     keys = [jwk(RSAKey.generate_key(2048), kid="rsa") for _ in range(2)]
     path.write_text(json.dumps({"keys": keys}))
-    tokens = checker(issuer, open_key_source(settings_for(issuer, oidc_jwks_file=path)))
-    with pytest.raises(InvalidToken, match="that several of its issuer's keys have"):
+    tokens = checker(issuer, open_key_source(settings_for(issuer, oidc_jwks_url=path.as_uri())))
+    with pytest.raises(InvalidToken, match="does not say which of the issuer's keys"):
         await check(tokens, issuer.sign())
 
 
@@ -212,7 +215,6 @@ FAULTS = {
     "a status": ({KEYS: (500, {})}, "answers with status 500"),
     "a redirect": ({KEYS: (302, {"Location": "http://127.0.0.1:9/"})}, "answers with status 302"),
     "too much": ({KEYS: b" " * (65 << 10)}, "more than 64 KiB"),
-    "a compressed body": ({KEYS: (200, {"Content-Encoding": "gzip"})}, "a compressed body"),
     "no JSON": ({KEYS: b"<html>"}, "the response is invalid"),
     "no set": ({KEYS: b'{"keys": 1}'}, "not a JSON Web Key Set"),
     "a secret": (
@@ -324,27 +326,26 @@ async def test_issuer_is_trusted_by_its_ca_file_only(tmp_path: Path) -> None:
 async def test_keys_in_a_file_are_read_again(issuer: Issuer, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(issuer.publish())
-    source = open_key_source(settings_for(issuer, oidc_jwks_file=path))
+    source = open_key_source(settings_for(issuer, oidc_jwks_url=path.as_uri()))
     tokens = checker(issuer, source)
     await check(tokens, issuer.sign("Ed25519"))
     token = rotate(issuer, "in the file")
     with pytest.raises(InvalidToken, match="not among its issuer's usable keys"):
         await check(tokens, token)
-    assert source.find_age_s() is None
     assert issuer.requests == []
     async with refreshed(source):
         fresh = path.with_suffix(".fresh")
         fresh.write_bytes(issuer.publish())
         fresh.replace(path)
-        await wait_until_async(lambda: source.keys is not None and "in the file" in source.keys)
+        await wait_until_async(lambda: "in the file" in find_ids(source.keys))
     await check(tokens, token)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("oidc_jwks_file", "{}", "not a JSON Web Key Set"),
-        ("oidc_jwks_file", None, "No such file"),
+        ("oidc_jwks_url", "{}", "not a JSON Web Key Set"),
+        ("oidc_jwks_url", None, "No such file"),
         ("oidc_ca_file", "no certificate", "not a valid CA certificate"),
         ("oidc_ca_file", None, "No such file"),
         ("oidc_token_file", "two\nlines", "does not contain a token"),
@@ -358,8 +359,9 @@ def test_start_fails_for_a_file_that_cannot_be_used(
     path = tmp_path / "file"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    settings = settings_for(issuer, **{name: path.as_uri() if name.endswith("url") else path})
     with pytest.raises(CommandError, match=words) as caught:
-        open_key_source(settings_for(issuer, **{name: path}))
+        open_key_source(settings)
     assert str(path) in str(caught.value)
 
 
@@ -420,8 +422,7 @@ def test_only_keys_for_signatures_of_accepted_kinds_are_used(issuer: Issuer) -> 
         jwk(issuer.keys["ed25519"], kid="edwards", alg="EdDSA"),
     ]
     keys = parse_issuer_keys(json.dumps({"keys": entries}).encode())
-    assert keys.keys() == {"used", "edwards"}
-    (used,) = keys["used"]
-    assert (used.fits("RS256"), used.fits("RS512"), used.fits("ES256")) == (True, False, False)
-    (edwards,) = keys["edwards"]
-    assert edwards.fits("Ed25519")
+    used, edwards = keys
+    assert (used.kid, edwards.kid) == ("used", "edwards")
+    assert [fits(used, name) for name in ("RS256", "RS512", "ES256")] == [True, False, False]
+    assert fits(edwards, "Ed25519")

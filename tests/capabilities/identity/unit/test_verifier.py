@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from joserfc.jwk import KeySet
 
 from gateway.access.auth import UNAUTHENTICATED, Authenticator
 from gateway.access.keys import KeysFile
@@ -19,14 +20,9 @@ from gateway.capabilities.identity.errors import (
     IssuerUnavailable,
     NamelessCertificate,
 )
-from gateway.capabilities.identity.issuer import FetchedKeys, TokenChecker
+from gateway.capabilities.identity.issuer import KeySource, TokenChecker
 from gateway.capabilities.identity.rules import RULE_PARSERS
-from gateway.capabilities.identity.tokens import (
-    LEEWAY_S,
-    IssuerKeys,
-    TokenParser,
-    parse_issuer_keys,
-)
+from gateway.capabilities.identity.tokens import LEEWAY_S, TokenParser, parse_issuer_keys
 from gateway.capabilities.identity.verifier import MAX_LOGGED_SUBJECT_CHARS, IdentityVerifier
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from tests.capabilities.identity.support.issuer import AUDIENCE, HOUR_S, Issuer
@@ -91,12 +87,12 @@ def test_long_subject_of_a_certificate_is_cut_and_equals_no_other(tmp_path: Path
 
 
 async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> None:
-    async def wait_forever() -> IssuerKeys:
+    async def wait_forever() -> KeySet:
         await asyncio.Event().wait()
         raise AssertionError
 
     issuer = Issuer("https://issuer.example")
-    source = FetchedKeys(issuer.url, wait_forever, max_age_s=60)
+    source = KeySource(issuer.url, wait_forever, max_age_s=60)
     tokens = TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source)
     access = authenticator(tmp_path, tokens)
     headers = [(b"authorization", f"Bearer {issuer.sign()}".encode())]
@@ -125,10 +121,10 @@ async def test_known_token_ends_with_what_it_rests_on(tmp_path: Path, end: str) 
     token_s, keys_s, is_withdrawn, error = ENDS_OF_A_KNOWN_TOKEN[end]
     issuer = Issuer("https://issuer.example")
 
-    async def fetch() -> IssuerKeys:
+    async def fetch() -> KeySet:
         return parse_issuer_keys(issuer.publish())
 
-    source = FetchedKeys(issuer.url, fetch, max_age_s=keys_s)
+    source = KeySource(issuer.url, fetch, max_age_s=keys_s)
     access = authenticator(tmp_path, TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source))
     token = issuer.sign(exp=time.time() - LEEWAY_S + token_s)
     scope = scope_of(headers=[(b"authorization", f"Bearer {token}".encode())])
