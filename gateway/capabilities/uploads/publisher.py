@@ -5,13 +5,14 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
 from gateway.errors import Conflict, GatewayError, StateUnavailable, UnknownModel
+from gateway.fleet.index import model_names
 from gateway.messages import quote_text
 from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
@@ -21,6 +22,7 @@ from gateway.telemetry.request_info import record_change
 
 T = TypeVar("T")
 VersionChange = tuple[Collection[int], Collection[int]]  # the versions before and afterwards
+ModelForgetting = Callable[[str], Awaitable[None]]
 UploadBuild = Callable[[bytes | None], ModelUpload]
 
 
@@ -110,21 +112,41 @@ class ModelPublisher:
         with suppress(GatewayError):
             await self._repository.read_indexes()
 
-    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
-        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
+    async def remove_model(
+        self, model: str, is_visible: VisibilityCheck, forget_rules: ModelForgetting
+    ) -> None:
+        """Unload a model from every replica, and remove its rules and files.
+
+        What is desired goes last, so that the call can be repeated if this gateway is killed meanwhile.
+        Raises `UnknownModel` or `Conflict`.
+        """
         files = self.files
         async with self._lock_files(model):
             if not await files.run(files.has_model, model):
-                raise UnknownModel(model)
+                if not await self._is_removal_unfinished(model):
+                    raise UnknownModel(model)
+                await self._forget(model)
+                return
             async with self._repository.pause_loads(model):
                 pass  # a load may take longer than the wait, so this comes before any change
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
+            await forget_rules(model)
             async with self._repository.pause_loads(model):
                 versions = await files.run(files.list_versions, model)
                 await files.run(files.remove_model, model)
             record_versions(model, (versions, ()))
             await self._forget(model)
+
+    async def _is_removal_unfinished(self, model: str) -> bool:
+        """Return whether a model without files is still to be unloaded, and no Triton has it."""
+        state = self._repository.state
+        await state.refresh_tables()
+        stored = state.get_stored_model(model)
+        if stored is None or stored.is_loaded:
+            return False
+        indexes = await self._repository.read_indexes()
+        return model not in model_names(indexes.values())
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model.

@@ -228,9 +228,9 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     """Unload a model from every replica, and remove its files and labels."""
     publisher = get_publisher(services)
     check_stored_name(model)
-    change = publisher.remove_model(model, get_caller(request).can_see)
+    forget_rules = services.resolver.policy.forget_model
+    change = publisher.remove_model(model, get_caller(request).can_see, forget_rules)
     await publisher.run("removal", model, change)
-    await services.resolver.policy.forget_model(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
 
