@@ -20,6 +20,7 @@ from gateway.repository.plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.content import (
     CONFIRMED,
     CORDONS,
+    DEMAND,
     LOAD_ERRORS,
     MAX_ERROR_CHARS,
     MODELS,
@@ -200,11 +201,10 @@ class SharedState:
         """Store that requests desire a model on one replica, unless it is desired already."""
         if model in self.demanded_models:
             return
-        demand = DesiredModel(1, origin=Origin.demand)
         try:
-            await self._breaker.run(lambda: self.store.set_desired_model(model, demand, 0))
+            await self._breaker.run(lambda: self.store.set_desired_model(model, DEMAND, 0))
         except (StateUnavailable, StateNotShared):  # it is loaded all the same
-            self._own_demand[model] = demand
+            self._own_demand[model] = DEMAND
 
     async def end_demand(self, model: str) -> None:
         self._own_demand.pop(model, None)

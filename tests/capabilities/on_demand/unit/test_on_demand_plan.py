@@ -11,23 +11,22 @@ import orjson
 import pytest
 
 from gateway.capabilities.on_demand.activation import NoRoom
-from gateway.capabilities.on_demand.plan import (
-    Eviction,
-    LoadedModel,
-    ModelBudget,
-    ModelFacts,
-    NoPlacement,
-    Placement,
-    ReplicaLoad,
-    choose_placement,
-    find_all_parts,
-    find_idle_models,
-    parse_model_facts,
-)
 from gateway.capabilities.on_demand.settings import MODEL_KEYS
 from gateway.capabilities.on_demand.usage import ModelUsage
 from gateway.capacity.admission import AdmissionQueue
+from gateway.repository.model_facts import ModelFacts, parse_model_facts
 from gateway.repository.models_file import BadModelsFile, parse_models_file
+from gateway.repository.placement import (
+    Eviction,
+    LoadedModel,
+    ModelBudget,
+    NoPlacement,
+    ReplicaLoad,
+    plan_idle_unloads,
+    plan_placement,
+)
+from gateway.repository.plan import ModelAction, find_all_steps
+from gateway.repository.state.content import DEMAND
 from gateway.telemetry.metrics import Metrics
 from tests.capabilities.on_demand.support.on_demand import count_lru_loads
 
@@ -86,10 +85,13 @@ PLACEMENTS = [
 ]
 
 
-def describe(placed: Placement | NoPlacement) -> str:
-    if isinstance(placed, Placement):
-        return " ".join((placed.replica, *placed.victims))
-    return f"{'never' if placed.is_final else 'later'}: {' '.join(placed.holders)}"
+def describe(plan: list[ModelAction] | NoPlacement) -> str:
+    if isinstance(plan, NoPlacement):
+        return f"{'never' if plan.is_final else 'later'}: {' '.join(plan.holders)}"
+    *evictions, load = plan
+    assert load.is_load
+    assert {(each.is_load, each.replica) for each in evictions} <= {(False, load.replica)}
+    return " ".join((load.replica, *(each.model for each in evictions)))
 
 
 @pytest.mark.parametrize(("fleet", "wanted", "budget", "expected"), PLACEMENTS)
@@ -100,12 +102,12 @@ def test_load_goes_where_room_is_or_the_oldest_victims_are(
     replicas = [parse_replica(text, f"r{number}") for number, text in enumerate(texts, 1)]
     sizes = {word[0]: int(word[1:] or 0) for word in wanted.split()}
     limits = ModelBudget(*map(int, budget.split("/")))
-    assert describe(choose_placement(replicas, sizes, limits)) == expected
+    assert describe(plan_placement("w", DEMAND, replicas, sizes, limits)) == expected
 
 
 def test_equal_replicas_are_told_apart_by_their_requests_and_names() -> None:
     fleet = [parse_replica("", "b"), parse_replica("", "c"), parse_replica("", "a", outstanding=1)]
-    assert choose_placement(fleet, {"w": 0}, ModelBudget()) == Placement("b")
+    assert describe(plan_placement("w", DEMAND, fleet, {"w": 0}, ModelBudget())) == "b"
 
 
 @pytest.mark.parametrize(
@@ -119,16 +121,17 @@ def test_equal_replicas_are_told_apart_by_their_requests_and_names() -> None:
     ],
 )
 def test_models_that_nobody_used_since_2_are_idle(models: str, idle: str) -> None:
-    assert "".join(find_idle_models(parse_replica(models), 2.0)) == idle
+    unloads = plan_idle_unloads(parse_replica(models), now=7.0, idle_s=5.0)
+    assert "".join(each.model for each in unloads) == idle
 
 
 MEMORY = "gateway.memory_mb"
 FACTS: list[tuple[Any, ModelFacts]] = [
-    ({"parameters": {MEMORY: {"string_value": " 512 "}}}, ModelFacts(512)),
-    ({"ensemble_scheduling": {"step": [{"model_name": "a"}]}}, ModelFacts(0, frozenset("a"))),
+    ({"parameters": {MEMORY: {"string_value": " 512 "}}}, ModelFacts(memory_mb=512)),
+    ({"ensemble_scheduling": {"step": [{"model_name": "a"}]}}, ModelFacts(frozenset("a"))),
     (
         {"parameters": {"gateway.steps": {"string_value": "a, b"}}},
-        ModelFacts(0, frozenset("ab")),
+        ModelFacts(frozenset("ab")),
     ),
     *(
         ({"parameters": {MEMORY: {"string_value": wrong}}}, ModelFacts())
@@ -156,9 +159,9 @@ def test_facts_of_a_model_are_read_from_its_config_or_unknown(
 
 def test_ensemble_of_ensembles_has_the_parts_of_both() -> None:
     names = {"o": "il", "i": "fo"}  # a circle ends, too
-    facts = {name: ModelFacts(parts=frozenset(parts)) for name, parts in names.items()}
-    assert find_all_parts("o", facts) == set("ilf")
-    assert find_all_parts("x", facts) == frozenset()
+    steps = {name: frozenset(parts) for name, parts in names.items()}
+    assert find_all_steps(("o",), steps) == set("oilf")
+    assert find_all_steps(("x",), steps) == frozenset()
 
 
 def test_gateways_tell_each_other_when_models_were_used() -> None:
@@ -199,11 +202,12 @@ def simulate_policy(trace: Iterable[str], replicas: int, slots: int) -> int:
                 )
                 for name, models in held.items()
             ]
-            placement = choose_placement(fleet, {model: 1}, budget)
-            assert isinstance(placement, Placement)
-            owner, loads = placement.replica, loads + 1
-            for victim in placement.victims:
-                del held[owner][victim]
+            plan = plan_placement(model, DEMAND, fleet, {model: 1}, budget)
+            assert isinstance(plan, list)
+            *evictions, load = plan
+            owner, loads = load.replica, loads + 1
+            for eviction in evictions:
+                del held[owner][eviction.model]
         held[owner][model] = float(now)
         assert all(len(models) <= slots for models in held.values())
     return loads
