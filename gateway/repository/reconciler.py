@@ -189,7 +189,7 @@ class Reconciler:
                     replica = self._pool.find_replica(action.replica)
                     count = sum(at == action.replica for at, _ in self._running)
                     if replica is not None and count < MAX_PARALLEL_ACTIONS:
-                        self._start(replica, action)
+                        self._start_action(replica, action)
                 if not await self._wait_for_action(model):
                     break
 
@@ -207,12 +207,12 @@ class Reconciler:
             while pending := [each for each in replicas if each.name not in report.outcomes]:
                 views = [self._view(replica) for replica in pending]
                 for action in plan_actions({model: desired}, views, {}, is_call=True):
-                    self._start(by_name[action.replica], action, report)
+                    self._start_action(by_name[action.replica], action, report)
                 await self._wait_for_action(model)
         finally:
             await cancel_tasks(self._list_running(model))  # the lease ends with a cancelled call
 
-    def _start(
+    def _start_action(
         self, replica: Replica, action: ModelAction, report: OperationReport | None = None
     ) -> None:
         task = self._tasks.start(self._act(replica, action, report))

@@ -140,9 +140,19 @@ class Repository:
     async def forget(self, model: str) -> None:
         """Delete the desired state of a model whose files were removed."""
         async with self._lock_model(model) as stored:
-            if stored is not None:
-                await self._set_desired_model(model, None, stored)
-            await self.state.forget_load_errors(model)
+            await self._forget(model, stored)
+
+    async def end_removal(self, model: str) -> None:
+        """Forget a model without files that is still to be unloaded. Raises `UnknownModel` for others."""
+        async with self._lock_model(model) as stored:
+            if stored is None or stored.is_loaded or await self._has_model(model):
+                raise UnknownModel(model)
+            await self._forget(model, stored)
+
+    async def _forget(self, model: str, stored: DesiredModel | None) -> None:
+        if stored is not None:
+            await self._set_desired_model(model, None, stored)
+        await self.state.forget_load_errors(model)
 
     @asynccontextmanager
     async def pause_loads(self, model: str) -> AsyncIterator[None]:
@@ -291,8 +301,7 @@ class Repository:
     ) -> OperationReport:
         if stored is None:
             raise UnknownModel(report.model)
-        await self._set_desired_model(report.model, None, stored)
-        await self.state.forget_load_errors(report.model)
+        await self._forget(report.model, stored)
         report.replica_count = len(self._pool.replicas)
         for address in self._pool.replicas:
             report.record(str(address), Outcome(UNAVAILABLE))

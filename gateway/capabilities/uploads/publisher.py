@@ -5,33 +5,33 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
 from gateway.errors import Conflict, GatewayError, StateUnavailable, UnknownModel
-from gateway.fleet.index import model_names
 from gateway.messages import quote_text
 from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
+from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.interface import WRITE_ACTION
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import record_change
 
 T = TypeVar("T")
 VersionChange = tuple[Collection[int], Collection[int]]  # the versions before and afterwards
-ModelForgetting = Callable[[str], Awaitable[None]]
 UploadBuild = Callable[[bytes | None], ModelUpload]
 
 
 class ModelPublisher:
     """Publishes uploaded versions and removes models, one change of a model at a time."""
 
-    def __init__(self, files: ModelStore, repository: Repository) -> None:
+    def __init__(self, files: ModelStore, repository: Repository, resolver: ModelResolver) -> None:
         self.files = files
         self._repository = repository
+        self._resolver = resolver
         self._events = repository.state.events
         self._tasks = TaskSet()
 
@@ -69,9 +69,8 @@ class ModelPublisher:
             built = await files.run(build, existing_config)
             existing = await files.run(files.list_versions, model)
             upload = built.assign_version(version, max(existing, default=0) + 1)
-            async with AsyncExitStack() as stack:
-                if not upload.versions.keys().isdisjoint(existing):
-                    await stack.enter_async_context(self._repository.pause_loads(model))
+            is_replacing = not upload.versions.keys().isdisjoint(existing)
+            async with self._repository.pause_loads(model) if is_replacing else nullcontext():
                 change = await files.run(files.install, model, upload)
             versions = (existing, {*existing, *upload.versions})
             await self._apply(model, change, versions, load=load)
@@ -112,41 +111,23 @@ class ModelPublisher:
         with suppress(GatewayError):
             await self._repository.read_indexes()
 
-    async def remove_model(
-        self, model: str, is_visible: VisibilityCheck, forget_rules: ModelForgetting
-    ) -> None:
-        """Unload a model from every replica, and remove its rules and files.
-
-        What is desired goes last, so that the call can be repeated if this gateway is killed meanwhile.
-        Raises `UnknownModel` or `Conflict`.
-        """
+    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
         files = self.files
         async with self._lock_files(model):
             if not await files.run(files.has_model, model):
-                if not await self._is_removal_unfinished(model):
-                    raise UnknownModel(model)
-                await self._forget(model)
+                await self._repository.end_removal(model)
                 return
             async with self._repository.pause_loads(model):
                 pass  # a load may take longer than the wait, so this comes before any change
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
-            await forget_rules(model)
+            await self._resolver.policy.forget_model(model)
             async with self._repository.pause_loads(model):
                 versions = await files.run(files.list_versions, model)
                 await files.run(files.remove_model, model)
             record_versions(model, (versions, ()))
-            await self._forget(model)
-
-    async def _is_removal_unfinished(self, model: str) -> bool:
-        """Return whether a model without files is still to be unloaded, and no Triton has it."""
-        state = self._repository.state
-        await state.refresh_tables()
-        stored = state.get_stored_model(model)
-        if stored is None or stored.is_loaded:
-            return False
-        indexes = await self._repository.read_indexes()
-        return model not in model_names(indexes.values())
+            await self._forget(model)  # last, so that the call can be repeated after a kill
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model.

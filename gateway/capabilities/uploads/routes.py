@@ -228,8 +228,7 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     """Unload a model from every replica, and remove its files and labels."""
     publisher = get_publisher(services)
     check_stored_name(model)
-    forget_rules = services.resolver.policy.forget_model
-    change = publisher.remove_model(model, get_caller(request).can_see, forget_rules)
+    change = publisher.remove_model(model, get_caller(request).can_see)
     await publisher.run("removal", model, change)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
