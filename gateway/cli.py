@@ -282,9 +282,9 @@ def serve(
 def export_command(target: OptionalTarget, state: StateUrl = "") -> None:
     """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
     if state or not target.url:
-        from gateway.repository.state.transfer import export_state
+        from gateway.repository.state.transfer import export_state, format_export
 
-        sys.stdout.buffer.write(run_with_store(state, export_state).to_json())
+        sys.stdout.buffer.write(format_export(run_with_store(state, export_state)))
         return
     from gateway.commands.tables import print_json
 
@@ -310,7 +310,8 @@ def import_command(
     exported = parse_export(raw, TABLES)
     caller = f"{find_user()}@{socket.gethostname()}"
     run_with_store(state, lambda store: import_state(store, exported, caller))
-    print_message(f"imported {len(exported.models)} models and {len(exported.cordons)} cordons")
+    models, cordons = exported["models"], exported["cordons"]
+    print_message(f"imported {len(models)} models and {len(set(cordons))} cordons")
 
 
 def find_user() -> str:

@@ -57,7 +57,7 @@ class OperationReport:
 
     model: str
     is_load: bool
-    replica_count: int
+    replica_count: int = 0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     is_retried: bool = True  # the reconciler repeats it on the replicas that failed
     # Steps whose earlier unload a load has ended, and ensembles that an unload of their step unloaded.

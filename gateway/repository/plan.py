@@ -6,7 +6,7 @@ Otherwise it is loaded; a model that should be unloaded, and is ready, is unload
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -149,61 +149,58 @@ def plan_actions(
     desired_models: Mapping[str, DesiredModel],
     replicas: Sequence[ReplicaView],
     needed: Mapping[str, Set[str] | None],
+    *,
+    is_call: bool = False,
 ) -> list[ModelAction]:
     """Return the actions that replicas need. Models that nobody desires are left alone.
 
     A model that is not ready is loaded everywhere at once. One that is ready and gets other parameters or
     files is replaced on one replica after the other.
     `needed` are, by replica, the steps of other models that stay, and are not unloaded; None, while they are
-    unknown, unloads nothing.
+    unknown, unloads nothing. A call, which answers for each replica, is tried there whatever its index shows.
     """
     replaced = {model for replica in replicas for model in replica.running}
     actions = []
     for replica in replicas:
-        kept = needed.get(replica.name, frozenset())
-        for action in plan_replica(desired_models, replica, kept):
-            if action.is_load and replica.index.is_ready(action.model):
-                if action.model in replaced:
-                    continue
-                replaced.add(action.model)
-            actions.append(action)
+        for model, desired in desired_models.items():
+            is_replacement = desired.is_loaded and replica.index.is_ready(model)
+            if model in replica.running or (is_replacement and model in replaced):
+                continue
+            reason = "called" if is_call else find_reason(model, desired, replica, needed)
+            if reason:
+                actions.append(build_action(model, desired, replica.name, reason))
+                replaced |= {model} if is_replacement else set()
     return actions
 
 
-def plan_replica(
-    desired_models: Mapping[str, DesiredModel], replica: ReplicaView, needed: Set[str] | None
-) -> Iterator[ModelAction]:
+def find_reason(
+    model: str,
+    desired: DesiredModel,
+    replica: ReplicaView,
+    needed: Mapping[str, Set[str] | None],
+) -> str:
+    """Return why the replica has to load or unload the model now; empty if it has not."""
     index = replica.index
-    for model, desired in desired_models.items():
-        if index.is_changing(model) or model in replica.running or model in replica.paused:
-            continue
-        ready = index.is_ready(model)
-        if desired.is_loaded and (
-            not ready or is_outdated(desired, replica.confirmed.get(model, ""))
-        ):
-            reason = "another load is desired" if ready else "it is to be loaded, and is not ready"
-            yield build_load(model, desired, replica.name, reason)
-        elif ready and not desired.is_loaded and needed is not None and model not in needed:
-            reason = "it is to be unloaded, and is ready"
-            yield ModelAction(model, False, replica=replica.name, reason=reason)
+    if index.is_changing(model) or model in replica.paused:
+        return ""
+    is_ready = index.is_ready(model)
+    if not desired.is_loaded:
+        kept = needed.get(replica.name, frozenset())
+        is_free = is_ready and kept is not None and model not in kept
+        return "it is to be unloaded, and is ready" if is_free else ""
+    if not is_ready:
+        return "it is to be loaded, and is not ready"
+    is_current = not is_outdated(desired, replica.confirmed.get(model, ""))
+    return "" if is_current else "another load is desired"
 
 
-def build_load(
+def build_action(
     model: str, desired: DesiredModel, replica: str = "", reason: str = ""
 ) -> ModelAction:
+    generation = desired.generation if desired.is_loaded else ""
     return ModelAction(
-        model, True, desired.parameters, desired.generation, replica=replica, reason=reason
+        model, desired.is_loaded, desired.parameters, generation, replica=replica, reason=reason
     )
-
-
-def plan_rollout(names: Sequence[str], serving: Set[str]) -> list[list[str]]:
-    """Return the replicas that load a model at the same time, each with those that follow it.
-
-    Those that serve the model may lose it for the time of a load, so that one after the other does it.
-    """
-    others = [[name] for name in names if name not in serving]
-    replaced = [name for name in names if name in serving]
-    return [*others, replaced] if replaced else others
 
 
 def is_outdated(desired: DesiredModel, confirmed: str) -> bool:

@@ -14,11 +14,13 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 from weakref import WeakValueDictionary
 
-from gateway.errors import GatewayError, StateUnavailable
+from gateway.errors import DeadlinePassed, GatewayError, StateUnavailable
+from gateway.fleet.index import EMPTY_INDEX, READY, UNAVAILABLE
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.loader import ModelLoader
+from gateway.repository.model_facts import FactsReader
+from gateway.repository.operations import OperationReport, Outcome
 from gateway.repository.plan import (
     CONFLICT_SUCCESSES,
     Backoff,
@@ -41,6 +43,7 @@ MIN_RECONCILE_PAUSE_S: Final = 0.1
 MAX_ABSENCE_S: Final = 60.0
 MAX_PARALLEL_ACTIONS: Final = 2  # by the reconciler, per replica
 
+REPLICA_UNREACHABLE: Final = "UNREACHABLE"
 FLEET_LEASE: Final = "fleet"
 ActionKey = tuple[str, str]  # replica, model
 
@@ -59,17 +62,17 @@ class Reconciler:
         loader: ModelLoader,
         *,
         readiness: ReadinessMonitor,
-        ensemble_steps: EnsembleSteps,
+        facts: FactsReader,
     ) -> None:
         self._pool = pool
         self._state = state
         self._loader = loader
         self._readiness = readiness
-        self._ensemble_steps = ensemble_steps
+        self._facts = facts
         # Of the models that this gateway acts on.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks = TaskSet()  # one for each model
-        self._running: set[ActionKey] = set()
+        self._running: dict[ActionKey, asyncio.Task[None]] = {}
         self._backoffs: dict[ActionKey, Backoff] = {}
         self._seen_changes = 0
         # Of the replicas that were seen: the exits after which their loads were forgotten.
@@ -153,7 +156,7 @@ class Reconciler:
         unwanted = {name for name, desired in desired_models.items() if not desired.is_loaded}
         if any(not unwanted.isdisjoint(replica.index.ready_models) for replica in replicas):
             merged = self._state.merge_models()
-            steps = await self._ensemble_steps.read(merged)
+            steps = await self._facts.read_steps()
             needed = {each.name: find_needed_models(merged, each, steps) for each in replicas}
         return plan_actions(desired_models, replicas, needed)
 
@@ -164,7 +167,7 @@ class Reconciler:
         desired = {model: self._state.merge_model(model) for model in backoffs}
         return ReplicaView(
             name,
-            replica.index,
+            replica.index if self._pool.is_reachable(replica) else EMPTY_INDEX,
             confirmed=self._state.confirmed.get(name, {}),
             running={model for at, model in self._running if at == name},
             paused={
@@ -178,23 +181,56 @@ class Reconciler:
     async def _reconcile_model(self, model: str) -> None:
         """Repair a model everywhere, unless another gateway does."""
         async with self.try_lock_model(model) as is_granted:
-            actions: dict[str, asyncio.Task[None]] = {}  # by replica
             while is_granted:
                 await self._state.refresh_tables()
-                for action in await self._plan_model(model):
+                desired = self._state.merge_model(model)
+                plan = [] if desired is None else await self._plan({model: desired})
+                for action in plan:
                     replica = self._pool.find_replica(action.replica)
                     count = sum(at == action.replica for at, _ in self._running)
                     if replica is not None and count < MAX_PARALLEL_ACTIONS:
-                        self._running.add((action.replica, model))
-                        actions[action.replica] = self._tasks.start(self._act(replica, action))
-                if not actions:
+                        self._start_action(replica, action)
+                if not await self._wait_for_action(model):
                     break
-                await asyncio.wait(
-                    actions.values(),
-                    timeout=RECONCILE_INTERVAL_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                actions = {at: task for at, task in actions.items() if not task.done()}
+
+    async def apply(self, desired: DesiredModel, report: OperationReport) -> None:
+        """Load or unload a model on every replica, and report each outcome, not only the first failure.
+
+        The caller has the lease of the model, and has checked that nothing needs what it unloads.
+        """
+        model = report.model
+        # One that hangs comes last, so that the others do not wait for it.
+        replicas = sorted(self._pool.replicas.values(), key=lambda each: -each.answered_at)
+        report.replica_count = len(replicas)
+        by_name = {replica.name: replica for replica in replicas}
+        try:
+            while pending := [each for each in replicas if each.name not in report.outcomes]:
+                views = [self._view(replica) for replica in pending]
+                for action in plan_actions({model: desired}, views, {}, is_call=True):
+                    self._start_action(by_name[action.replica], action, report)
+                await self._wait_for_action(model)
+        finally:
+            await cancel_tasks(self._list_running(model))  # the lease ends with a cancelled call
+
+    def _start_action(
+        self, replica: Replica, action: ModelAction, report: OperationReport | None = None
+    ) -> None:
+        task = self._tasks.start(self._act(replica, action, report))
+        self._running[replica.name, action.model] = task
+
+    def _list_running(self, model: str) -> list[asyncio.Task[None]]:
+        return [task for (_, name), task in self._running.items() if name == model]
+
+    async def _wait_for_action(self, model: str) -> bool:
+        """Wait until an action of the model ends, or for a second; return whether there was one."""
+        running = self._list_running(model)
+        if running:
+            done, _ = await asyncio.wait(
+                running, timeout=RECONCILE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()  # raises what is not a failure of the replica
+        return bool(running)
 
     def _choose_models(self, actions: Iterable[ModelAction]) -> set[str]:
         """Return the models of which an action can start now."""
@@ -206,25 +242,41 @@ class Reconciler:
                 models.add(action.model)
         return models
 
-    async def _plan_model(self, model: str) -> list[ModelAction]:
-        desired = self._state.merge_model(model)
-        return [] if desired is None else await self._plan({model: desired})
-
-    async def _act(self, replica: Replica, action: ModelAction) -> None:
+    async def _act(
+        self, replica: Replica, action: ModelAction, report: OperationReport | None
+    ) -> None:
         key = (replica.name, action.model)
         what = f"{action.verb}ing model {action.model} on {replica.name}"
         started_at = asyncio.get_running_loop().time()
-        failure = ""
+        error: GatewayError | None = None
         try:
-            log.warning("%s to reach the desired state: %s", what, action.reason)
-            await self._loader.run(replica, action, "reconciler")
+            if report is None:
+                log.warning("%s to reach the desired state: %s", what, action.reason)
+            await self._loader.run(replica, action, "reconciler" if report is None else "api")
         except GatewayError as exc:
-            failure = exc.detail
-            log.warning("%s failed: %s", what, failure)
+            error = exc
         finally:
-            self._running.discard(key)
+            del self._running[key]
             self._pool.changes.notify()
-        self._back_off(key, started_at, failure)
+        if report is not None:
+            report.record(replica.name, self._describe_outcome(replica, action, error))
+        elif error is not None:
+            log.warning("%s failed: %s", what, error.detail)
+        if report is not None and error is None:
+            self._backoffs.pop(key, None)
+        else:
+            self._back_off(key, started_at, "" if error is None else error.detail)
+
+    def _describe_outcome(
+        self, replica: Replica, action: ModelAction, error: GatewayError | None
+    ) -> Outcome:
+        if error is None:
+            return Outcome(READY if action.is_load else UNAVAILABLE)
+        if not (self._pool.is_reachable(replica) and self._pool.is_responsive(replica)):
+            return Outcome(REPLICA_UNREACHABLE, error)
+        is_late = isinstance(error, DeadlinePassed) and replica.index.is_changing(action.model)
+        state = replica.index.model_state(action.model).state
+        return Outcome(state, error, is_in_progress=is_late)
 
     def _back_off(self, key: ActionKey, started_at: float, failure: str) -> None:
         """Let the next action wait, also after a success: something else may undo it each time."""

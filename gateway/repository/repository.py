@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
@@ -20,40 +20,29 @@ from gateway.config.settings import ModelUploads, Settings
 from gateway.errors import (
     ChangeInProgress,
     Conflict,
-    DeadlinePassed,
     GatewayError,
     UnknownModel,
     UnknownModelToLoad,
 )
-from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
+from gateway.fleet.index import UNAVAILABLE, Index, model_names
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
 from gateway.messages import join_names, quote_text
-from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.load_parameters import UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
+from gateway.repository.model_facts import FactsReader
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import OperationReport, OperationRunner, Outcome
-from gateway.repository.plan import (
-    ModelAction,
-    StepTable,
-    build_load,
-    find_all_steps,
-    find_dependents,
-    is_outdated,
-    plan_rollout,
-)
+from gateway.repository.plan import StepTable, find_all_steps, find_dependents, is_outdated
 from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import ALL, DesiredModel
 from gateway.repository.state.store import StateStore
-from gateway.tasks import cancel_tasks, run_together
+from gateway.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
-REPLICA_UNREACHABLE: Final = "UNREACHABLE"
 MAX_INDEX_WAIT_S: Final = 2.0  # limit for replicas that stop answering, or whose index is slow
 MAX_LOAD_WAIT_S: Final = 30.0  # how long a change of a model's files waits for its loads
 MAX_ACTION_DELAY_S: Final = 0.9  # how long a load waits for indexes if one has the model already
@@ -77,10 +66,10 @@ class Repository:
         readiness: ReadinessMonitor,
         reconciler: Reconciler,
         operations: OperationRunner,
-        ensemble_steps: EnsembleSteps,
+        facts: FactsReader,
     ) -> None:
         self._pool = pool
-        self._ensemble_steps = ensemble_steps
+        self.facts = facts
         self.state = state
         self.loader = loader
         self.readiness = readiness
@@ -135,8 +124,8 @@ class Repository:
         is_visible: VisibilityCheck = is_always_visible,
     ) -> OperationReport:
         """Load the model on every replica. Raises the report's error if any of them fails."""
-        report = OperationReport(model, True, 0)
-        return await self.operations.run(report, self._load(report, parameters, is_visible))
+        report = OperationReport(model, True)
+        return await self.operations.run(report, self._change(report, parameters, is_visible))
 
     async def unload(
         self,
@@ -145,22 +134,25 @@ class Repository:
         is_visible: VisibilityCheck = is_always_visible,
     ) -> OperationReport:
         """Unload the model from every replica. Errors do not name models that are not visible."""
-        report = OperationReport(model, False, 0)
-        return await self.operations.run(report, self._unload(report, parameters, is_visible))
+        report = OperationReport(model, False)
+        return await self.operations.run(report, self._change(report, parameters, is_visible))
 
-    async def forget(self, model: str, *, unload: bool = False) -> None:
-        """Delete the desired state of a model whose files were removed.
-
-        With `unload`, also unload it: Triton can have a model loaded that its index does not list any more.
-        """
+    async def forget(self, model: str) -> None:
+        """Delete the desired state of a model whose files were removed."""
         async with self._lock_model(model) as stored:
-            if stored is not None:
-                await self._set_desired_model(model, None, stored)
-            if unload:
-                await self._run_on_replicas(
-                    OperationReport(model, False, 0), ModelAction(model, False)
-                )
-            await self.state.forget_load_errors(model)
+            await self._forget(model, stored)
+
+    async def end_removal(self, model: str) -> None:
+        """Forget a model without files that is still to be unloaded. Raises `UnknownModel` for others."""
+        async with self._lock_model(model) as stored:
+            if stored is None or stored.is_loaded or await self._has_model(model):
+                raise UnknownModel(model)
+            await self._forget(model, stored)
+
+    async def _forget(self, model: str, stored: DesiredModel | None) -> None:
+        if stored is not None:
+            await self._set_desired_model(model, None, stored)
+        await self.state.forget_load_errors(model)
 
     @asynccontextmanager
     async def pause_loads(self, model: str) -> AsyncIterator[None]:
@@ -200,11 +192,15 @@ class Repository:
         is_visible: VisibilityCheck = is_always_visible,
     ) -> str:
         """Start a load or an unload in the background; return its id for `operations.read`."""
-        report = OperationReport(model, is_load, 0)
-        unload = partial(self._unload, report, parameters, is_visible)
-        load = partial(self._load, report, parameters, is_visible)
-        work = load if is_load else unload
+        report = OperationReport(model, is_load)
+        work = partial(self._change, report, parameters, is_visible)
         return await self.operations.start(report, work)
+
+    async def _change(
+        self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
+    ) -> OperationReport:
+        change = self._load if report.is_load else self._unload
+        return await change(report, parameters, is_visible)
 
     async def _load(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
@@ -216,7 +212,7 @@ class Repository:
                 raise UnknownModelToLoad(model)
             stored = await self._set_desired_model(model, DesiredModel(ALL, parameters), before)
             desired = self.state.merge_models()[model]
-            await self._run_on_replicas(report, build_load(model, desired))
+            await self.reconciler.apply(desired, report)
             if not report.is_refused:
                 await self._forget_unloaded_steps(report, is_visible)
             return await self._conclude(report, before, stored)
@@ -226,7 +222,7 @@ class Repository:
     ) -> None:
         """Delete the desired states of steps that were unloaded: this load has brought them back."""
         await self.state.refresh_tables()
-        steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
+        steps = await self.facts.read_steps(max_age_s=0)
         for model in sorted(find_all_steps((report.model,), steps)):
             stored = self.state.get_stored_model(model)
             if stored is not None and not stored.is_loaded:
@@ -256,7 +252,7 @@ class Repository:
                 raise ModelDeclared(model)
             has_model, steps = await asyncio.gather(  # each may wait for a replica that hangs
                 self._has_model(model),
-                self._ensemble_steps.read(self.state.merge_models(), max_age_s=0),
+                self.facts.read_steps(max_age_s=0),
             )
             if not has_model:
                 return await self._unload_absent(report, before)
@@ -270,14 +266,14 @@ class Repository:
             stored = await self._set_desired_model(model, desired, before)
             # An ensemble may have been loaded since the check. A load that ends later sees this unload.
             await self.state.refresh_tables()
-            steps = await self._ensemble_steps.read(self.state.merge_models())
+            steps = await self.facts.read_steps()
             if dependents := self._find_dependents(model, steps):
                 await self._set_desired_model(model, before, stored)
                 raise ModelNeeded(model, dependents, is_visible)
             # Triton unloads the steps that it loaded for this model alone. It does not know the wanted ones.
             has_wanted_steps = any(map(self.state.is_desired, find_all_steps((model,), steps)))
             accepted = {UNLOAD_DEPENDENTS: True} if with_dependents and not has_wanted_steps else {}
-            await self._run_on_replicas(report, ModelAction(model, False, accepted))
+            await self.reconciler.apply(DesiredModel(0, accepted), report)
             return await self._conclude(report, before, stored)
 
     async def _unload_dependents(
@@ -285,7 +281,7 @@ class Repository:
     ) -> None:
         """Unload the models whose step this model is: Triton takes them down with it."""
         await self.state.refresh()
-        steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
+        steps = await self.facts.read_steps(max_age_s=0)
         dependents = self._find_dependents(report.model, steps)
         declared = self.state.declared_models
         if report.model in declared:
@@ -293,7 +289,7 @@ class Repository:
         if kept := [name for name in dependents if name in declared or not is_visible(name)]:
             raise DependentsKept(report.model, kept, is_visible)
         for model in dependents:
-            await self._unload(OperationReport(model, False, 0), {}, is_visible)
+            await self._unload(OperationReport(model, False), {}, is_visible)
             report.unloaded_dependents.append(model)
 
     def _find_dependents(self, model: str, steps: StepTable) -> list[str]:
@@ -305,8 +301,7 @@ class Repository:
     ) -> OperationReport:
         if stored is None:
             raise UnknownModel(report.model)
-        await self._set_desired_model(report.model, None, stored)
-        await self.state.forget_load_errors(report.model)
+        await self._forget(report.model, stored)
         report.replica_count = len(self._pool.replicas)
         for address in self._pool.replicas:
             report.record(str(address), Outcome(UNAVAILABLE))
@@ -346,44 +341,6 @@ class Repository:
             raise report.build_error()
         return report
 
-    async def _run_on_replicas(self, report: OperationReport, action: ModelAction) -> None:
-        """Run the action on all replicas and record every outcome, not only the first failure."""
-        replicas = {replica.name: replica for replica in self._pool.replicas.values()}
-        report.replica_count = len(replicas)
-        # One that hangs comes last, so that the others do not wait for it.
-        names = sorted(replicas, key=lambda name: -replicas[name].answered_at)
-        serving = set()
-        if action.is_load:
-            serving = {name for name in names if self._serves(replicas[name], action.model)}
-        await run_together(
-            self._run_in_turn([replicas[name] for name in group], report, action)
-            for group in plan_rollout(names, serving)
-        )
-
-    async def _run_in_turn(
-        self, replicas: Sequence[Replica], report: OperationReport, action: ModelAction
-    ) -> None:
-        for replica in replicas:
-            await self._run_on(replica, report, action)
-
-    def _serves(self, replica: Replica, model: str) -> bool:
-        return self._pool.is_reachable(replica) and replica.index.is_ready(model)
-
-    async def _run_on(self, replica: Replica, report: OperationReport, action: ModelAction) -> None:
-        try:
-            await self.loader.run(replica, action, "api")
-            report.record(replica.name, Outcome(READY if action.is_load else UNAVAILABLE))
-        except GatewayError as exc:
-            state = replica.index.model_state(action.model).state
-            is_reachable = self._pool.is_reachable(replica) and self._pool.is_responsive(replica)
-            is_changing = is_reachable and replica.index.is_changing(action.model)
-            outcome = Outcome(
-                state if is_reachable else REPLICA_UNREACHABLE,
-                exc,
-                is_in_progress=is_changing and isinstance(exc, DeadlinePassed),
-            )
-            report.record(replica.name, outcome)
-
 
 def build_repository(
     pool: ReplicaPool,
@@ -397,18 +354,16 @@ def build_repository(
     state = SharedState(store, models_file, can_upload=can_upload)
     loader = ModelLoader(pool, signatures, state, load_timeout_s=settings.load_timeout_s)
     readiness = ReadinessMonitor(pool, state, settings.ready_quorum)
-    ensemble_steps = EnsembleSteps(pool, signatures)
-    loader.change_listeners.append(ensemble_steps.invalidate)
+    facts = FactsReader(pool, signatures, state)
+    loader.change_listeners.append(facts.invalidate)
     return Repository(
         pool,
         state,
         loader=loader,
         readiness=readiness,
-        reconciler=Reconciler(
-            pool, state, loader, readiness=readiness, ensemble_steps=ensemble_steps
-        ),
+        reconciler=Reconciler(pool, state, loader, readiness=readiness, facts=facts),
         operations=OperationRunner(store, state.events),
-        ensemble_steps=ensemble_steps,
+        facts=facts,
     )
 
 

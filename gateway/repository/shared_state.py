@@ -20,6 +20,7 @@ from gateway.repository.plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.content import (
     CONFIRMED,
     CORDONS,
+    DEMAND,
     LOAD_ERRORS,
     MAX_ERROR_CHARS,
     MODELS,
@@ -114,33 +115,27 @@ class SharedState:
     async def refresh_tables(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             await self.store.refresh()
+            previous = self.desired_models
             self._update_desired_models()
+            if self._is_known and self.desired_models != previous:
+                difference = describe_difference(previous, self.desired_models)
+                log.info("the desired state has changed: %s", difference)
+            self._is_known = True
             await self._forget_unrecorded()
             self.confirmed = self.store.get(CONFIRMED)
 
     def _update_desired_models(self) -> None:
-        previous = self.desired_models
-        self.desired_models = self._find_permitted_models()
-        if self._is_known and self.desired_models != previous:
-            difference = describe_difference(previous, self.desired_models)
-            log.info("the desired state has changed: %s", difference)
-        self._is_known = True
-        ignored = self._find_ignored_models()
+        """Take over what the API desires, and may."""
+        stored = self.store.get(MODELS)
+        ignored = find_ignored_models(stored, can_upload=self._can_upload)
+        self.desired_models = {
+            model: desired
+            for model, desired in stored.items()
+            if desired.origin is Origin.api and model not in ignored
+        }
         for model in ignored.keys() - self._ignored_models.keys():
             log.warning("desired state of model %s is ignored: %s", model, ignored[model])
         self._ignored_models = ignored
-
-    def _find_permitted_models(self) -> dict[str, DesiredModel]:
-        """Return what the API desires, and may."""
-        ignored = self._find_ignored_models()
-        return {
-            model: desired
-            for model, desired in self.store.get(MODELS).items()
-            if desired.origin is Origin.api and model not in ignored
-        }
-
-    def _find_ignored_models(self) -> dict[str, str]:
-        return find_ignored_models(self.store.get(MODELS), can_upload=self._can_upload)
 
     def get_stored_model(self, model: str) -> DesiredModel | None:
         """Return the stored desired model with its revision, also one that is ignored."""
@@ -159,8 +154,7 @@ class SharedState:
             return False
         described = (None if each is None else each.describe() for each in (before, desired))
         record_change(f"model {model}", *described)
-        stored = self._find_permitted_models().get(model)
-        self.desired_models = with_entry(self.desired_models, (model,), stored)
+        self._update_desired_models()
         return True
 
     def merge_models(self) -> dict[str, DesiredModel]:
@@ -200,11 +194,10 @@ class SharedState:
         """Store that requests desire a model on one replica, unless it is desired already."""
         if model in self.demanded_models:
             return
-        demand = DesiredModel(1, origin=Origin.demand)
         try:
-            await self._breaker.run(lambda: self.store.set_desired_model(model, demand, 0))
+            await self._breaker.run(lambda: self.store.set_desired_model(model, DEMAND, 0))
         except (StateUnavailable, StateNotShared):  # it is loaded all the same
-            self._own_demand[model] = demand
+            self._own_demand[model] = DEMAND
 
     async def end_demand(self, model: str) -> None:
         self._own_demand.pop(model, None)

@@ -18,7 +18,7 @@ from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
 from gateway.repository.load_parameters import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
 from gateway.repository.state.content import CAPABILITY_TABLES
-from gateway.repository.state.transfer import EXPORT_FORMAT, export_state
+from gateway.repository.state.transfer import EXPORT_FORMAT, export_state, format_export
 from gateway.routes.dependencies import (
     ServicesForAdministration,
     ServicesForFleet,
@@ -280,7 +280,7 @@ async def get_state(services: ServicesForAdministration) -> Response:
     It contains whatever was uploaded in load requests.
     """
     exported = await export_state(services.repository.state.store)
-    return Response(exported.to_json(), media_type=JSON)
+    return Response(format_export(exported), media_type=JSON)
 
 
 async def change_model(request: Request, services: Services, model: str, *, load: bool) -> Response:

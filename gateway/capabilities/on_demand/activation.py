@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from time import perf_counter
 from typing import Final
@@ -18,13 +18,6 @@ from typing import Final
 from gateway.callers import Right
 from gateway.capabilities.on_demand.held_models import HeldModels
 from gateway.capabilities.on_demand.metrics import OnDemandMetrics
-from gateway.capabilities.on_demand.plan import (
-    ModelBudget,
-    NoPlacement,
-    Placement,
-    choose_placement,
-    find_idle_models,
-)
 from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capabilities.on_demand.usage import ModelUsage
 from gateway.capacity.admission import AdmissionQueueFull
@@ -43,8 +36,10 @@ from gateway.fleet.replica import Replica
 from gateway.http_client.connection import RequestNotSent
 from gateway.messages import join_names, quote_text
 from gateway.repository.loader import ACTION_POLL_S
+from gateway.repository.placement import ModelBudget, NoPlacement, plan_idle_unloads, plan_placement
 from gateway.repository.plan import Backoff, ModelAction
 from gateway.repository.repository import Repository
+from gateway.repository.state.content import DEMAND
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info, measure_phase
 from gateway.triton.error_mapping import LoadFailed
@@ -244,14 +239,14 @@ class ModelActivator:
         if self._pool.is_served(model) or not (load.waiters and self.can_activate(model)):
             self._finish(load, None)  # Triton's error tells why it is not ready
         elif self._is_loadable(model):  # otherwise the reconciler loads it on a new replica
-            place = self._choose_place(model)
-            if isinstance(place, Placement):
+            plan = self._plan_load(model)
+            if isinstance(plan, NoPlacement):
+                load.obstacle = plan
+                if plan.is_final:
+                    self._finish(load, plan)
+            elif plan:
                 load.obstacle = None
-                load.attempt = self._tasks.start(self._attempt(load, place.replica))
-            elif place is not None:
-                load.obstacle = place
-                if place.is_final:
-                    self._finish(load, place)
+                load.attempt = self._tasks.start(self._attempt(load, plan[-1].replica))
 
     def _finish(self, load: SharedLoad, result: NoPlacement | GatewayError | None) -> None:
         self._loads.pop(load.model)
@@ -298,10 +293,11 @@ class ModelActivator:
             await self._state.begin_demand(model)
             # Of gateways that share a state, one at a time decides what a replica holds.
             async with self._state.lease(f"replica:{replica.name}") as has_replica:
-                if not has_replica or not await self._make_room(model, replica):
+                load = await self._make_room(model, replica) if has_replica else None
+                if load is None:
                     return
                 log.info("loading model %s on %s on demand", model, replica.name)
-                loading = self._tasks.start(self._run_load(model, replica))
+                loading = self._tasks.start(self._run_load(load, replica))
                 await self._wait_until_listed(model, replica, loading)
             await loading
         self._usage.record_use(model)
@@ -309,11 +305,9 @@ class ModelActivator:
         duration_s = self._load_times_s[model] = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
 
-    async def _run_load(self, model: str, replica: Replica) -> None:
+    async def _run_load(self, action: ModelAction, replica: Replica) -> None:
+        model = action.model
         try:
-            desired = self._state.demanded_models.get(model)
-            generation = "" if desired is None else desired.generation
-            action = ModelAction(model, True, self.held.get_load_parameters(model), generation)
             await self._loader.run(replica, action, INITIATOR)
         except GatewayError as exc:
             log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
@@ -342,13 +336,17 @@ class ModelActivator:
 
     # Room for a load
 
-    def _choose_place(self, model: str) -> Placement | NoPlacement | None:
-        """Return the place for the model; None while it is being loaded, or no replica can load it."""
+    def _plan_load(self, model: str) -> list[ModelAction] | NoPlacement:
+        """Return the plan of a load; empty while the model is loaded, or no replica can load it."""
         candidates = self._list_candidates(model)
         if not candidates or not self._is_loadable(model):
-            return None
-        replicas = self.held.describe(candidates)
-        return choose_placement(replicas, self.held.list_memory_mb(model), self._budget)
+            return []
+        demand = self._state.demanded_models.get(model, DEMAND)
+        desired = replace(demand, parameters=self.held.get_load_parameters(model))
+        wanted_mb = self.held.list_memory_mb(model)
+        return plan_placement(
+            model, desired, self.held.describe(candidates), wanted_mb, self._budget
+        )
 
     def _list_candidates(self, model: str) -> list[Replica]:
         replicas = self._list_replicas()
@@ -374,18 +372,22 @@ class ModelActivator:
         is_uncontrollable = replica.name in self._loader.uncontrollable_replicas
         return self._pool.is_live(replica) and not is_uncontrollable
 
-    async def _make_room(self, model: str, replica: Replica) -> bool:
-        """Unload victims until the model fits. Returns False if another replica is the better one now."""
+    async def _make_room(self, model: str, replica: Replica) -> ModelAction | None:
+        """Unload victims until the model fits, and return its load.
+
+        Returns None if another replica is the better one now, or a victim stays.
+        """
         await self._state.refresh_tables()
         await self._exchange_usage()
         await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.held.update(max_age_s=0.0)
         if self._pool.is_served(model):
-            return False  # another gateway has loaded it
-        place = self._choose_place(model)
-        if not isinstance(place, Placement) or place.replica != replica.name:
-            return False
-        return await self._evict(replica, place.victims, f"to make room for {model}", "room")
+            return None  # another gateway has loaded it
+        plan = self._plan_load(model)
+        if isinstance(plan, NoPlacement) or not plan or plan[-1].replica != replica.name:
+            return None
+        *evictions, load = plan
+        return load if await self._evict(replica, evictions, "room") else None
 
     # Unloads
 
@@ -413,39 +415,37 @@ class ModelActivator:
             await self._wait(model, perf_counter(), RECENT_USE_S)
 
     async def _unload_idle_models_of(self, replica: Replica) -> None:
-        if self._find_idle_models(replica):
+        if self._plan_idle_unloads(replica):
             await self.held.update(max_age_s=0.0)
-            reason = f"after {self._settings.idle_unload_s:g} s without requests"
-            await self._evict(replica, self._find_idle_models(replica), reason, "idle")
+            await self._evict(replica, self._plan_idle_unloads(replica), "idle")
 
-    def _find_idle_models(self, replica: Replica) -> tuple[str, ...]:
+    def _plan_idle_unloads(self, replica: Replica) -> list[ModelAction]:
         (load,) = self.held.describe([replica])
-        return find_idle_models(load, perf_counter() - self._settings.idle_unload_s)
+        return plan_idle_unloads(load, perf_counter(), self._settings.idle_unload_s)
 
-    async def _evict(
-        self, replica: Replica, victims: Collection[str], reason: str, label: str
-    ) -> bool:
+    async def _evict(self, replica: Replica, unloads: Collection[ModelAction], label: str) -> bool:
         """Unload models that have no request in progress. Returns whether all are unloaded."""
         # Before the first `await`, so that no new request arrives there.
-        for model in victims:
-            self._pool.set_draining(replica, model, is_draining=True)
+        for unload in unloads:
+            self._pool.set_draining(replica, unload.model, is_draining=True)
         try:
-            for model in victims:
-                if not await self._unload(replica, model, reason):
+            for unload in unloads:
+                if not await self._unload(replica, unload):
                     return False
                 self._metrics.evictions.labels(label).inc()
         finally:
-            for model in victims:
-                self._pool.set_draining(replica, model, is_draining=False)
+            for unload in unloads:
+                self._pool.set_draining(replica, unload.model, is_draining=False)
         return True
 
-    async def _unload(self, replica: Replica, model: str, reason: str) -> bool:
+    async def _unload(self, replica: Replica, action: ModelAction) -> bool:
+        model = action.model
         await self._state.end_demand(model)
         if replica.index.is_unloaded(model):
             return True  # Triton unloaded it together with its ensemble
-        log.info("unloading model %s from %s %s", model, replica.name, reason)
+        log.info("unloading model %s from %s %s", model, replica.name, action.reason)
         try:
-            unload = self._tasks.start(self._run_unload(replica, model))
+            unload = self._tasks.start(self._run_unload(replica, action))
             return await asyncio.wait_for(asyncio.shield(unload), EVICTION_TIMEOUT_S)
         except asyncio.TimeoutError:
             return False
@@ -453,10 +453,10 @@ class ModelActivator:
             log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
             return False
 
-    async def _run_unload(self, replica: Replica, model: str) -> bool:
-        async with self._reconciler.try_lock_model(model) as is_granted:
+    async def _run_unload(self, replica: Replica, action: ModelAction) -> bool:
+        async with self._reconciler.try_lock_model(action.model) as is_granted:
             if is_granted:
-                await self._loader.run(replica, ModelAction(model, False), INITIATOR)
+                await self._loader.run(replica, action, INITIATOR)
             return is_granted
 
     # Reports to the other gateways

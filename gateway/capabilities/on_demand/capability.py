@@ -45,9 +45,7 @@ def attach_on_demand(settings: Settings) -> Attachment:
         held = None
         if settings.models_file or on_demand.is_used:
             services.admission.record_use = usage.record_use
-            held = HeldModels(
-                pool, services.signatures, repository, usage=usage, settings=on_demand
-            )
+            held = HeldModels(pool, repository, usage=usage, settings=on_demand)
             activator = ModelActivator(
                 pool, repository, held, usage=usage, settings=on_demand, metrics=metrics
             )

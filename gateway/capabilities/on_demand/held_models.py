@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any, Final
 
-from gateway.capabilities.on_demand.plan import (
-    Eviction,
-    LoadedModel,
-    ModelFacts,
-    ReplicaLoad,
-    find_all_parts,
-    parse_model_facts,
-)
 from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capabilities.on_demand.usage import ModelUsage
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.fleet.signatures import SignatureCache
+from gateway.repository.model_facts import ModelFacts
+from gateway.repository.placement import Eviction, LoadedModel, ReplicaLoad
+from gateway.repository.plan import find_all_steps
 from gateway.repository.repository import Repository
 
 # A model is not evicted for this time after it was loaded or used: a caller that asks for many models must
@@ -36,24 +29,19 @@ class HeldModels:
     def __init__(
         self,
         pool: ReplicaPool,
-        signatures: SignatureCache,
         repository: Repository,
         *,
         usage: ModelUsage,
         settings: OnDemandSettings,
     ) -> None:
         self._pool = pool
-        self._signatures = signatures
         self._state = repository.state
         self._reconciler = repository.reconciler
         self._usage = usage
         self._patterns = settings.on_demand_models
-        # The facts of all models that were ready once: Triton returns the configs of ready models only.
-        self.facts: dict[str, ModelFacts] = {}
-        self._read_at: dict[str, float] = {}  # has only models with current facts
+        self._facts = repository.facts
+        self._current_facts: set[str] = set()
         self._ready_since: dict[str, float] = {}
-        self._changed_at: dict[str, float] = {}
-        repository.loader.change_listeners.append(self._invalidate)
 
     # Rules
 
@@ -80,38 +68,23 @@ class HeldModels:
     # Facts
 
     async def update(self, max_age_s: float = inf) -> None:
-        """Read the configs that are not known, or older. Those that cannot be read stay unknown.
-
-        Something else than this gateway may have loaded another config of a model that stayed ready.
-        """
+        """Read the facts of ready models that are not known, or older, and when they became ready."""
         now = perf_counter()
-        ready = self._pool.ready_models
-        self._ready_since = {model: self._ready_since.get(model, now) for model in ready}
-        self._read_at = {model: at for model, at in self._read_at.items() if model in ready}
-        oldest = now - max_age_s
-        outdated = {model for model in ready if self._read_at.get(model, -inf) <= oldest}
-        if outdated:
-            await self._signatures.read_configs(outdated, partial(self._store, now))
-
-    def _store(self, read_at: float, model: str, config: Any) -> None:
-        if self._changed_at.get(model, -inf) < read_at:  # otherwise this may be the previous config
-            self.facts[model] = parse_model_facts(config)
-            self._read_at[model] = read_at
-
-    def _invalidate(self, model: str) -> None:
-        """Read the config again when the model is ready. Until then its last known facts apply."""
-        self._changed_at[model] = perf_counter()
-        self._read_at.pop(model, None)
+        ready_since = self._ready_since
+        self._ready_since = {
+            model: ready_since.get(model, now) for model in self._pool.ready_models
+        }
+        await self._facts.read(max_age_s)
 
     def list_memory_mb(self, model: str) -> dict[str, int]:
         """Return the memory of a model and of the parts that it brings."""
         return {name: self._get_memory_mb(name) for name in (model, *self._find_parts(model))}
 
     def _get_memory_mb(self, model: str) -> int:
-        return self.facts.get(model, ModelFacts()).memory_mb
+        return self._facts.facts.get(model, ModelFacts()).memory_mb
 
     def _find_parts(self, model: str) -> frozenset[str]:
-        return find_all_parts(model, self.facts)
+        return find_all_steps((model,), self._facts.steps) - {model}
 
     # Replicas
 
@@ -120,6 +93,7 @@ class HeldModels:
         merged = self._state.merge_models()
         desired = {name for name, model in merged.items() if model.is_loaded}
         ensemble_parts = self._find_ensemble_parts()
+        self._current_facts = self._facts.list_current()
         known: dict[str, LoadedModel] = {}
         described = []
         for replica in replicas:
@@ -141,8 +115,8 @@ class HeldModels:
     def _find_ensemble_parts(self) -> set[str]:
         return {
             part
-            for name, facts in self.facts.items()
-            if facts.parts and self.is_on_demand(name)
+            for name, steps in self._facts.steps.items()
+            if steps and self.is_on_demand(name)
             for part in self._find_parts(name)
         }
 
@@ -163,7 +137,7 @@ class HeldModels:
             return Eviction.NEVER
         is_in_use = (
             self._reconciler.is_locked(model)
-            or model not in self._read_at  # it may be an ensemble
+            or model not in self._current_facts  # it may be an ensemble
             or self._usage.count_requests(model) > 0
             or perf_counter() - last_used < MIN_AGE_S
         )

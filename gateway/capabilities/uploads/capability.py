@@ -47,7 +47,7 @@ def attach_uploads(settings: Settings) -> Attachment:
                     "state, and this one's state is its own (GATEWAY_STATE)",
                     upload_settings.repository,
                 )
-            publisher = ModelPublisher(files, services.repository)
+            publisher = ModelPublisher(files, services.repository, services.resolver)
             if can_write:
                 await files.run(files.open)
             stack.callback(files.close)

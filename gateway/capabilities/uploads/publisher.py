@@ -6,7 +6,7 @@ A change continues when its client disconnects: files and replicas must not disa
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
@@ -15,6 +15,7 @@ from gateway.errors import Conflict, GatewayError, StateUnavailable, UnknownMode
 from gateway.messages import quote_text
 from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
+from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.interface import WRITE_ACTION
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import record_change
@@ -27,9 +28,10 @@ UploadBuild = Callable[[bytes | None], ModelUpload]
 class ModelPublisher:
     """Publishes uploaded versions and removes models, one change of a model at a time."""
 
-    def __init__(self, files: ModelStore, repository: Repository) -> None:
+    def __init__(self, files: ModelStore, repository: Repository, resolver: ModelResolver) -> None:
         self.files = files
         self._repository = repository
+        self._resolver = resolver
         self._events = repository.state.events
         self._tasks = TaskSet()
 
@@ -67,9 +69,8 @@ class ModelPublisher:
             built = await files.run(build, existing_config)
             existing = await files.run(files.list_versions, model)
             upload = built.assign_version(version, max(existing, default=0) + 1)
-            async with AsyncExitStack() as stack:
-                if not upload.versions.keys().isdisjoint(existing):
-                    await stack.enter_async_context(self._repository.pause_loads(model))
+            is_replacing = not upload.versions.keys().isdisjoint(existing)
+            async with self._repository.pause_loads(model) if is_replacing else nullcontext():
                 change = await files.run(files.install, model, upload)
             versions = (existing, {*existing, *upload.versions})
             await self._apply(model, change, versions, load=load)
@@ -115,16 +116,18 @@ class ModelPublisher:
         files = self.files
         async with self._lock_files(model):
             if not await files.run(files.has_model, model):
-                raise UnknownModel(model)
+                await self._repository.end_removal(model)
+                return
             async with self._repository.pause_loads(model):
                 pass  # a load may take longer than the wait, so this comes before any change
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
+            await self._resolver.policy.forget_model(model)
             async with self._repository.pause_loads(model):
                 versions = await files.run(files.list_versions, model)
                 await files.run(files.remove_model, model)
             record_versions(model, (versions, ()))
-            await self._forget(model)
+            await self._forget(model)  # last, so that the call can be repeated after a kill
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model.

@@ -230,7 +230,6 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     check_stored_name(model)
     change = publisher.remove_model(model, get_caller(request).can_see)
     await publisher.run("removal", model, change)
-    await services.resolver.policy.forget_model(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
 

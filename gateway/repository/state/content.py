@@ -161,6 +161,9 @@ class DesiredModel:
         }
 
 
+DEMAND: Final = DesiredModel(1, origin=Origin.demand)
+
+
 def parse_desired_model(entry: TableEntry) -> DesiredModel:
     match entry.document:
         case {"replicas": "all" | int(), "parameters": dict(), "origin": "api" | "demand"}:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,6 +62,18 @@ def test_labels_of_a_removed_model_are_deleted(place: FolderPlace) -> None:
         assert client.get(labels).json()["labels"] == []
         assert client.put(f"{labels}/stable", json={"version": "1"}).status_code == 200
         assert client.delete("/v1/models/labelled").status_code == 200
+
+
+@pytest.mark.fault("a gateway is killed while it removes a model")
+def test_removal_that_was_killed_before_its_end_can_be_repeated(place: FolderPlace) -> None:
+    """It has deleted the files, and what was desired is left."""
+    path = "/v1/models/ended"
+    assert place.client.put(path, content=FIRST).status_code == 201
+    unloaded = place.client.post("/v2/repository/models/ended/unload")
+    assert unloaded.status_code == 200
+    shutil.rmtree(place.repository / "ended")
+    assert place.client.delete(path).status_code == 200
+    assert place.client.delete(path).status_code == 404
 
 
 # With one instance more than a config may have.

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from gateway.fleet.index import LOADING, READY, UNAVAILABLE, Index, VersionState
-from gateway.repository.ensembles import find_steps
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.plan import (
     ACTION_MEMORY_S,
@@ -18,7 +17,6 @@ from gateway.repository.plan import (
     find_needed_models,
     merge_declared_models,
     plan_actions,
-    plan_rollout,
 )
 from gateway.repository.state.content import ALL, DesiredModel, Origin
 
@@ -96,14 +94,17 @@ def test_load_has_the_desired_parameters_and_generation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "serving", "groups"),
-    [("abc", "", "a b c"), ("abc", "b", "a c b"), ("abc", "ac", "b ac"), ("abc", "abc", "abc")],
+    ("desired", "fleet", "actions"),
+    [
+        ("m+2", "m! | n | m~ | ^m!", "1+m 2+m 3+m 4+m"),
+        ("m+2", "m@1 | m! | m@1 | m@2", "1+m 2+m"),  # served ones one after the other
+        ("m+2", "*m@1 | m! | m@1", "2+m"),
+        ("m-2", "m@1 | m! | m~ | n", "1-m 2-m 3-m 4-m"),
+    ],
 )
-def test_replicas_that_serve_a_model_are_replaced_one_after_the_other(
-    names: str, serving: str, groups: str
-) -> None:
-    rollout = plan_rollout(list(names), set(serving))
-    assert ["".join(group) for group in rollout] == groups.split()
+def test_call_is_tried_on_every_replica(desired: str, fleet: str, actions: str) -> None:
+    views = [parse_replica(text, str(number)) for number, text in enumerate(fleet.split("|"), 1)]
+    assert describe(plan_actions(parse_desired(desired), views, {}, is_call=True)) == actions
 
 
 def test_declared_model_is_desired_whatever_the_api_requested() -> None:
@@ -166,20 +167,6 @@ def test_plan_unloads_no_step_of_a_model_that_stays(
 )
 def test_dependents_use_a_model_on_any_level(model: str, steps: str, dependents: list[str]) -> None:
     assert find_dependents(model, parse_steps(steps)) == dependents
-
-
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [
-        ({}, set()),
-        ({"ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]}}, {"a", "b"}),
-        ({"parameters": {"gateway.steps": {"string_value": "a, b,"}}}, {"a", "b"}),
-        ({"parameters": []}, set()),
-        ({"parameters": {"gateway.steps": "a"}}, set()),
-    ],
-)
-def test_steps_are_read_from_the_config(config: object, steps: set[str]) -> None:
-    assert find_steps(config) == steps
 
 
 def test_action_that_is_repeated_waits_longer_and_longer() -> None:

@@ -56,6 +56,8 @@ PURE = (
     "gateway.routes.openapi",
     "gateway.headers",
     "gateway.routes.passthrough.sse",
+    "gateway.repository.plan",
+    "gateway.repository.placement",
     "gateway.config.settings",
     "gateway.server.protocol.parser",
     "gateway.server.protocol.deadlines",

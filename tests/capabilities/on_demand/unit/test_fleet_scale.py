@@ -12,13 +12,6 @@ import pytest
 
 from gateway.capabilities.on_demand.held_models import HeldModels
 from gateway.capabilities.on_demand.metrics import OnDemandCollector
-from gateway.capabilities.on_demand.plan import (
-    ModelBudget,
-    ModelFacts,
-    NoPlacement,
-    choose_placement,
-    find_idle_models,
-)
 from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capabilities.on_demand.usage import ModelUsage
 from gateway.capacity.admission import AdmissionQueue
@@ -30,9 +23,12 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.signatures import SignatureCache
 from gateway.repository.collector import FleetCollector
+from gateway.repository.model_facts import ModelFacts
 from gateway.repository.models_file import DeclaredModel, ModelsFile
+from gateway.repository.placement import ModelBudget, NoPlacement, plan_idle_unloads, plan_placement
 from gateway.repository.readiness import ReplicaStatus, evaluate_readiness
 from gateway.repository.repository import Repository, build_repository
+from gateway.repository.state.content import DEMAND
 from gateway.repository.state.places import open_state_store
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
@@ -76,8 +72,8 @@ def build_fleet() -> LargeFleet:
     )
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
     usage = ModelUsage(admission, perf_counter)
-    held = HeldModels(pool, signatures, repository, usage=usage, settings=on_demand)
-    held.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
+    held = HeldModels(pool, repository, usage=usage, settings=on_demand)
+    repository.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
     return LargeFleet(pool, repository, held)
 
 
@@ -100,14 +96,14 @@ def count_calls(work: Callable[[], object]) -> int:
 
 def find_idle(fleet: LargeFleet) -> None:
     for load in fleet.held.describe(fleet.pool.replicas.values()):
-        assert not find_idle_models(load, perf_counter() - 60)
+        assert not plan_idle_unloads(load, perf_counter(), 60)
 
 
 def place_model(fleet: LargeFleet) -> None:
     # The facts are not current, so that nothing can be evicted yet.
     replicas = fleet.held.describe(fleet.pool.replicas.values())
     wanted = fleet.held.list_memory_mb("another")
-    placement = choose_placement(replicas, wanted, ModelBudget(LOADED))
+    placement = plan_placement("another", DEMAND, replicas, wanted, ModelBudget(LOADED))
     assert isinstance(placement, NoPlacement)
     assert not placement.is_final
 

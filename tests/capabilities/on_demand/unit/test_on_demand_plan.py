@@ -1,4 +1,4 @@
-"""Loading on demand, as values: the replica for a load, its victims, the budget, idle models, uses."""
+"""Loading on demand, as values: the uses of models, and as few loads as one cache."""
 
 from __future__ import annotations
 
@@ -11,154 +11,14 @@ import orjson
 import pytest
 
 from gateway.capabilities.on_demand.activation import NoRoom
-from gateway.capabilities.on_demand.plan import (
-    Eviction,
-    LoadedModel,
-    ModelBudget,
-    ModelFacts,
-    NoPlacement,
-    Placement,
-    ReplicaLoad,
-    choose_placement,
-    find_all_parts,
-    find_idle_models,
-    parse_model_facts,
-)
 from gateway.capabilities.on_demand.settings import MODEL_KEYS
 from gateway.capabilities.on_demand.usage import ModelUsage
 from gateway.capacity.admission import AdmissionQueue
 from gateway.repository.models_file import BadModelsFile, parse_models_file
+from gateway.repository.placement import LoadedModel, ModelBudget, ReplicaLoad, plan_placement
+from gateway.repository.state.content import DEMAND
 from gateway.telemetry.metrics import Metrics
 from tests.capabilities.on_demand.support.on_demand import count_lru_loads
-
-EVICTIONS = {"": Eviction.NOW, "+": Eviction.LATER, "!": Eviction.NEVER}
-MODEL = re.compile(r"([+!]?)([a-z])(\d*)(?:@(\d+))?(?:>([a-z]+))?")
-
-
-def parse_replica(text: str, name: str = "r1", outstanding: int = 0) -> ReplicaLoad:
-    """Return a replica with models such as `+e7@3>ab`: in use, 7 MB, last used at 3, with parts a and b."""
-    models = []
-    for word in text.split():
-        match = MODEL.fullmatch(word)
-        assert match is not None
-        sign, model, size, used, parts = match.groups()
-        models.append(
-            LoadedModel(
-                model,
-                int(size or 0),
-                float(used or 0),
-                EVICTIONS[sign],
-                frozenset(parts or ""),
-            )
-        )
-    return ReplicaLoad(name, tuple(models), outstanding)
-
-
-# The replicas, the wanted models, the budget; the replica and its victims, or why there is none.
-PLACEMENTS = [
-    ("", "w", "1/0", "never: "),
-    ("a@1 b@2|c@9", "w", "2/0", "r2"),  # the room that there is
-    ("a@1|", "w", "2/0", "r2"),  # the most room
-    ("a5|b4", "w", "2/0", "r2"),
-    ("a@2 b@1", "w", "2/0", "r1 b"),  # the least recently used
-    ("a b", "w", "2/0", "r1 a"),
-    ("a@2|b@1", "w", "1/0", "r2 b"),
-    ("a@3 b@1|c@2", "w", "1/0", "r2 c"),
-    ("a2@1 b3@2 c9@3", "w4", "0/14", "r1 a b"),
-    ("a6", "w4", "0/10", "r1"),
-    ("a7", "w4", "0/10", "r1 a"),
-    ("a", "w9", "0/8", "never: a"),
-    ("+a", "w", "1/0", "later: a"),
-    ("!a", "w", "1/0", "never: a"),
-    ("!a|+b", "w", "1/0", "later: a b"),
-    ("+a !b", "w", "1/0", "never: a b"),
-    ("+a@1 b@2", "w", "2/0", "r1 b"),
-    ("p", "w p", "1/0", "never: p"),  # its own part stays
-    ("p1", "w p1", "2/0", "r1"),  # and counts once
-    ("+e>p p", "w", "2/0", "later: e p"),  # a part of an ensemble that stays
-    ("!e>p p", "w", "2/0", "never: e p"),
-    ("!e>p p@1 a@2", "w", "3/0", "r1 a"),
-    ("e@5>p p@1 a@4", "w", "3/0", "r1 a"),
-    ("e@5>p p@1 a@6", "w", "3/0", "r1 e"),
-    ("e@5>p p@1 a@6", "w", "2/0", "r1 e p"),  # the part was used when the ensemble was
-    ("e@5>p p@1 a@4", "w", "2/0", "r1 a e"),
-    ("e@5>ip i@1>p p@1 a@9", "w", "2/0", "r1 e i p"),  # an ensemble of ensembles
-]
-
-
-def describe(placed: Placement | NoPlacement) -> str:
-    if isinstance(placed, Placement):
-        return " ".join((placed.replica, *placed.victims))
-    return f"{'never' if placed.is_final else 'later'}: {' '.join(placed.holders)}"
-
-
-@pytest.mark.parametrize(("fleet", "wanted", "budget", "expected"), PLACEMENTS)
-def test_load_goes_where_room_is_or_the_oldest_victims_are(
-    fleet: str, wanted: str, budget: str, expected: str
-) -> None:
-    texts = fleet.split("|") if fleet else []
-    replicas = [parse_replica(text, f"r{number}") for number, text in enumerate(texts, 1)]
-    sizes = {word[0]: int(word[1:] or 0) for word in wanted.split()}
-    limits = ModelBudget(*map(int, budget.split("/")))
-    assert describe(choose_placement(replicas, sizes, limits)) == expected
-
-
-def test_equal_replicas_are_told_apart_by_their_requests_and_names() -> None:
-    fleet = [parse_replica("", "b"), parse_replica("", "c"), parse_replica("", "a", outstanding=1)]
-    assert choose_placement(fleet, {"w": 0}, ModelBudget()) == Placement("b")
-
-
-@pytest.mark.parametrize(
-    ("models", "idle"),
-    [
-        ("a@1 b@2 c@3", "ab"),
-        ("+a@1 b@5 !c@1", ""),
-        ("e@2>p p@1 b@9", "ep"),  # an ensemble before its parts
-        ("e@4>p p@1 b@9", ""),
-        ("+e@1>p p@1", ""),
-    ],
-)
-def test_models_that_nobody_used_since_2_are_idle(models: str, idle: str) -> None:
-    assert "".join(find_idle_models(parse_replica(models), 2.0)) == idle
-
-
-MEMORY = "gateway.memory_mb"
-FACTS: list[tuple[Any, ModelFacts]] = [
-    ({"parameters": {MEMORY: {"string_value": " 512 "}}}, ModelFacts(512)),
-    ({"ensemble_scheduling": {"step": [{"model_name": "a"}]}}, ModelFacts(0, frozenset("a"))),
-    (
-        {"parameters": {"gateway.steps": {"string_value": "a, b"}}},
-        ModelFacts(0, frozenset("ab")),
-    ),
-    *(
-        ({"parameters": {MEMORY: {"string_value": wrong}}}, ModelFacts())
-        for wrong in ("-1", "many", "1e9", "9" * 10, "٣")
-    ),
-    (None, ModelFacts()),
-    ([1], ModelFacts()),
-    ({"parameters": []}, ModelFacts()),
-    ({"parameters": {MEMORY: [1]}}, ModelFacts()),
-    ({"ensemble_scheduling": {"step": 1}}, ModelFacts()),
-    ({"ensemble_scheduling": {"step": [1]}}, ModelFacts()),
-]
-
-
-@pytest.mark.fault(
-    "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
-)
-@pytest.mark.parametrize(("config", "facts"), FACTS)
-def test_facts_of_a_model_are_read_from_its_config_or_unknown(
-    config: Any, facts: ModelFacts
-) -> None:
-    """The response of one replica must not end the loads of all models."""
-    assert parse_model_facts(config) == facts
-
-
-def test_ensemble_of_ensembles_has_the_parts_of_both() -> None:
-    names = {"o": "il", "i": "fo"}  # a circle ends, too
-    facts = {name: ModelFacts(parts=frozenset(parts)) for name, parts in names.items()}
-    assert find_all_parts("o", facts) == set("ilf")
-    assert find_all_parts("x", facts) == frozenset()
 
 
 def test_gateways_tell_each_other_when_models_were_used() -> None:
@@ -199,11 +59,12 @@ def simulate_policy(trace: Iterable[str], replicas: int, slots: int) -> int:
                 )
                 for name, models in held.items()
             ]
-            placement = choose_placement(fleet, {model: 1}, budget)
-            assert isinstance(placement, Placement)
-            owner, loads = placement.replica, loads + 1
-            for victim in placement.victims:
-                del held[owner][victim]
+            plan = plan_placement(model, DEMAND, fleet, {model: 1}, budget)
+            assert isinstance(plan, list)
+            *evictions, load = plan
+            owner, loads = load.replica, loads + 1
+            for eviction in evictions:
+                del held[owner][eviction.model]
         held[owner][model] = float(now)
         assert all(len(models) <= slots for models in held.values())
     return loads

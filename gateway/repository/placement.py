@@ -1,4 +1,4 @@
-"""Decisions of loading on demand, without I/O: the replica for a load, its victims, and idle models."""
+"""The part of a plan that keeps to a budget: the replica for a load, what it evicts, and idle models."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final
 
-from gateway.repository.ensembles import find_steps
-
-MEMORY_PARAMETER: Final = "gateway.memory_mb"
+from gateway.repository.plan import ModelAction, build_action
+from gateway.repository.state.content import DesiredModel
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,6 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The replica for a load, and the models to unload there first."""
-
-    replica: str
-    victims: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class NoPlacement:
     """The reason why no replica has room."""
 
@@ -70,21 +60,32 @@ class NoPlacement:
     is_final: bool  # waiting does not help
 
 
-def choose_placement(
-    replicas: Sequence[ReplicaLoad], wanted_mb: Mapping[str, int], budget: ModelBudget
-) -> Placement | NoPlacement:
-    """Return the replica with the most room, or else the one whose victims were used least recently.
+def plan_placement(
+    model: str,
+    desired: DesiredModel,
+    replicas: Sequence[ReplicaLoad],
+    wanted_mb: Mapping[str, int],
+    budget: ModelBudget,
+) -> list[ModelAction] | NoPlacement:
+    """Return the load of a model that one replica should have, after the unloads that make room for it.
 
-    `wanted_mb` contains the memory of the model to load, and of the parts that it brings, by name.
+    That is the replica with the most room, or else the one whose victims were used least recently.
+    `wanted_mb` contains the memory of the model, and of the parts that it brings, by name.
     """
     plans = [(replica, plan_victims(replica, wanted_mb, budget)) for replica in replicas]
     possible = [(replica, victims) for replica, victims in plans if victims is not None]
     if possible:
         replica, victims = min(possible, key=lambda plan: rank_plan(*plan))
-        return Placement(replica.name, tuple(model.name for model in victims))
+        reason = f"to make room for {model}"
+        evictions = [build_unload(replica, victim.name, reason) for victim in victims]
+        return [*evictions, build_action(model, desired, replica.name)]
     later = [plan_victims(replica, wanted_mb, budget, waits=True) for replica in replicas]
-    holders = {model.name for replica in replicas for model in replica.models}
+    holders = {held.name for replica in replicas for held in replica.models}
     return NoPlacement(tuple(sorted(holders)), is_final=all(plan is None for plan in later))
+
+
+def build_unload(replica: ReplicaLoad, model: str, reason: str) -> ModelAction:
+    return ModelAction(model, False, replica=replica.name, reason=reason)
 
 
 def rank_plan(
@@ -114,10 +115,14 @@ def plan_victims(
     return victims
 
 
-def find_idle_models(replica: ReplicaLoad, idle_since: float) -> tuple[str, ...]:
-    """Return the models that nobody used since then."""
-    victims = list_victims(replica)
-    return tuple(victim.name for victim in victims if victim.last_used <= idle_since)
+def plan_idle_unloads(replica: ReplicaLoad, now: float, idle_s: float) -> list[ModelAction]:
+    """Return the unloads of the models that nobody has used for a time."""
+    reason = f"after {idle_s:g} s without requests"
+    return [
+        build_unload(replica, victim.name, reason)
+        for victim in list_victims(replica)
+        if victim.last_used <= now - idle_s
+    ]
 
 
 def list_victims(
@@ -144,32 +149,3 @@ def list_victims(
             last_used = max(held[part].last_used, victim.last_used)
             held[part] = replace(held[part], last_used=last_used)
         yield victim
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The facts of a model's config that decide on its place."""
-
-    memory_mb: int = 0
-    parts: frozenset[str] = frozenset()
-
-
-def parse_model_facts(config: Any) -> ModelFacts:
-    """Return the facts of Triton's config of a model; an invalid size is 0."""
-    try:
-        parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
-        written = str(parameter.get("string_value", "")).strip()
-    except (AttributeError, TypeError):
-        return ModelFacts()
-    is_number = written.isascii() and written.isdecimal() and len(written) < 10
-    return ModelFacts(int(written) if is_number else 0, find_steps(config))
-
-
-def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:
-    found: set[str] = set()
-    pending = [model]
-    while pending:
-        parts = facts.get(pending.pop(), ModelFacts()).parts - found
-        found |= parts
-        pending += parts
-    return frozenset(found - {model})
