@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from gateway.capacity.admission import Slot
@@ -22,7 +23,7 @@ from gateway.headers import list_accepted_types
 from gateway.inference import pipeline
 from gateway.inference.decode import decode
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_line_separators
-from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.dependencies import InferenceRoute
 from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.openapi import (
     ARRAY_SCHEMA,
@@ -36,6 +37,7 @@ from gateway.routes.openapi import (
     build_object_schema,
     build_responses,
 )
+from gateway.services import Services
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
@@ -114,7 +116,7 @@ INFER_OPENAPI = {
 }
 
 
-router = APIRouter(tags=["inference"])
+router = APIRouter(tags=["inference"], route_class=InferenceRoute)
 MAX_CLASSES = (1 << 31) - 1
 FIRST_VALUES_COUNT: Final = 8
 MAX_VALUE_BYTES: Final = 200
@@ -125,6 +127,21 @@ STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 RESULTS_PER_PASS: Final = 32
 
 
+class InferQuery(BaseModel):
+    """The query of an inference."""
+
+    dry_run: bool = Field(False, description="Return the tensors without running the model.")
+    classification: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_CLASSES,
+        description="Return this number of the highest scores with their labels, or 0 for all values.",
+    )
+
+
+NO_QUERY: Final = InferQuery()
+
+
 @route_infer("/v1/models/{model}/infer", operation_id="infer", summary="Inference with a model")
 @route_infer(
     "/v1/models/{model}/versions/{version}/infer",
@@ -133,22 +150,12 @@ RESULTS_PER_PASS: Final = 32
 )
 async def handle_infer(
     request: Request,
-    services: ServicesForInference,
     model: str,
     version: str = "",
-    dry_run: Annotated[
-        bool, Query(description="Return the tensors without running the model.")
-    ] = False,
-    classification: Annotated[
-        int | None,
-        Query(
-            ge=0,
-            le=MAX_CLASSES,
-            description="Return this number of the highest scores with their labels, or 0 for all values.",
-        ),
-    ] = None,
+    query: Annotated[InferQuery, Query()] = NO_QUERY,
 ) -> Response:
     """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
+    services: Services = request.scope["services"]
     opened = await pipeline.open_request(request, services, model, version)
     signature = opened.signature
     accept = opened.body.get_header(b"accept") or ""
@@ -159,17 +166,17 @@ async def handle_infer(
         options = decoded.options
         inputs = decoded.inputs
         del body  # its memory is free while the model runs
-        if classification is not None:
-            parameters = {**options.parameters, "classification": classification}
+        if query.classification is not None:
+            parameters = {**options.parameters, "classification": query.classification}
             options = options._replace(parameters=parameters)
-        if stream_format is not None and not dry_run:
+        if stream_format is not None and not query.dry_run:
             infer_request = pipeline.build_request(opened, options, inputs)
             results = await services.inference.stream(infer_request)
             request_id = opened.info.request_id
             return InferStreamResponse(results, stream_format, request_id, slot.transfer())
         outputs = select_outputs(signature, options.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
-        if dry_run:
+        if query.dry_run:
             describe = partial(build_dry_run_description, signature, inputs)
             document = await services.decode_executor.run_in_thread(describe)
             return Response(orjson.dumps(document), media_type=JSON)
