@@ -10,7 +10,10 @@ from typing import Any
 import orjson
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from gateway import __version__
@@ -22,7 +25,7 @@ from gateway.media_types import JSON
 from gateway.process_exit import Drain
 from gateway.routes import administration, assets, health, infer, models, replicas, repository
 from gateway.routes import metrics as metrics_page
-from gateway.routes.dependencies import DeferralRoute
+from gateway.routes.dependencies import DeferralRoute, InferenceRoute
 from gateway.routes.error_responses import ErrorBorder, ErrorSerializer
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import (
@@ -173,11 +176,20 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         routes.insert(0, DeferralRoute(deferral))
     for router in (*routers, assets.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
-        routes.extend(router.routes)
+        routes.extend(map(provide_exit_stack, router.routes))
     # Its router is called without FastAPI's own middleware, which costs a quarter of a request to `/v2`.
     border = ErrorBorder(app.router, paths.output_prefixes, error_serializers)
     middleware = GatewayMiddleware(app, border, paths)
     return add_cors(middleware, settings)
+
+
+def provide_exit_stack(route: BaseRoute) -> BaseRoute:
+    """Give FastAPI the stack that it needs for the files of forms, on its own routes only."""
+    if not isinstance(route, APIRoute) or isinstance(route, InferenceRoute):
+        return route
+    if not isinstance(route.app, AsyncExitStackMiddleware):
+        route.app = AsyncExitStackMiddleware(route.app)
+    return route
 
 
 def add_cors(application: ASGIApp, settings: Settings) -> ASGIApp:
