@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
@@ -61,10 +61,6 @@ def require_right(
 def check_query(request: Request) -> None:
     """Accept only query parameters that the route has. Raises `MalformedRequest`."""
     known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
-    check_query_names(request, known)
-
-
-def check_query_names(request: Request, known: Collection[str]) -> None:
     for name in request.query_params:
         if name not in known:
             raise MalformedRequest(
@@ -81,9 +77,11 @@ class InferenceRoute(APIRoute):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # A parameter with a model stands for all fields of the query.
-        query: list[Any] = [each.field_info.annotation for each in self.dependant.query_params]
-        self._query: type[BaseModel] | None = query[0] if query else None
+        query: dict[str, Any] = {
+            each.alias: (each.field_info.annotation, each.field_info)
+            for each in self.dependant.query_params
+        }
+        self._query: type[BaseModel] = create_model("InferenceQuery", **query)
         self.app = self.serve
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,17 +92,15 @@ class InferenceRoute(APIRoute):
         response = await self.endpoint(request, **parameters)
         await response(scope, receive, send)
 
-    def _read_query(self, request: Request) -> dict[str, BaseModel]:
-        """Return the argument of the handler. Raises `MalformedRequest` or `RequestValidationError`."""
-        if self._query is None:
-            check_query_names(request, ())
-            return {}
-        check_query_names(request, self._query.model_fields)
+    def _read_query(self, request: Request) -> dict[str, Any]:
+        """Return arguments of the handler. Raises `MalformedRequest` or `RequestValidationError`."""
+        check_query(request)
         try:
-            return {"query": self._query.model_validate(dict(request.query_params))}
+            query = self._query.model_validate(dict(request.query_params))
         except ValidationError as exc:
             errors = [{**error, "loc": ("query", *error["loc"])} for error in exc.errors()]
             raise RequestValidationError(errors) from exc
+        return query.model_dump(exclude_unset=True)
 
 
 class DeferralRoute(BaseRoute):

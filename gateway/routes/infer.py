@@ -12,7 +12,6 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from gateway.capacity.admission import Slot
@@ -127,21 +126,6 @@ STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 RESULTS_PER_PASS: Final = 32
 
 
-class InferQuery(BaseModel):
-    """The query of an inference."""
-
-    dry_run: bool = Field(False, description="Return the tensors without running the model.")
-    classification: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_CLASSES,
-        description="Return this number of the highest scores with their labels, or 0 for all values.",
-    )
-
-
-NO_QUERY: Final = InferQuery()
-
-
 @route_infer("/v1/models/{model}/infer", operation_id="infer", summary="Inference with a model")
 @route_infer(
     "/v1/models/{model}/versions/{version}/infer",
@@ -152,7 +136,17 @@ async def handle_infer(
     request: Request,
     model: str,
     version: str = "",
-    query: Annotated[InferQuery, Query()] = NO_QUERY,
+    dry_run: Annotated[
+        bool, Query(description="Return the tensors without running the model.")
+    ] = False,
+    classification: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=MAX_CLASSES,
+            description="Return this number of the highest scores with their labels, or 0 for all values.",
+        ),
+    ] = None,
 ) -> Response:
     """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
     services: Services = request.scope["services"]
@@ -166,17 +160,17 @@ async def handle_infer(
         options = decoded.options
         inputs = decoded.inputs
         del body  # its memory is free while the model runs
-        if query.classification is not None:
-            parameters = {**options.parameters, "classification": query.classification}
+        if classification is not None:
+            parameters = {**options.parameters, "classification": classification}
             options = options._replace(parameters=parameters)
-        if stream_format is not None and not query.dry_run:
+        if stream_format is not None and not dry_run:
             infer_request = pipeline.build_request(opened, options, inputs)
             results = await services.inference.stream(infer_request)
             request_id = opened.info.request_id
             return InferStreamResponse(results, stream_format, request_id, slot.transfer())
         outputs = select_outputs(signature, options.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
-        if query.dry_run:
+        if dry_run:
             describe = partial(build_dry_run_description, signature, inputs)
             document = await services.decode_executor.run_in_thread(describe)
             return Response(orjson.dumps(document), media_type=JSON)
