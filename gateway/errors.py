@@ -28,6 +28,7 @@ class GatewayError(HTTPException):
     """An error response. `detail` is the message; it never contains a path, a traceback or a secret."""
 
     status: ClassVar[int] = 500
+    triton_status: ClassVar[int] = 0  # on Triton's own paths, if Triton has another one
     code: ClassVar[str] = "INTERNAL"
     message: ClassVar[str] = ""  # the default of `detail`
     retry_after_s: ClassVar[int | None] = None
@@ -240,6 +241,7 @@ class InputMismatch(GatewayError):
     """The request is well-formed, but does not match the model's metadata."""
 
     status = 422
+    triton_status = 400
     code = "DOES_NOT_FIT_MODEL"
 
 
@@ -251,6 +253,7 @@ class RefusedByModel(GatewayError):
     """Triton or the model rejected the request as invalid."""
 
     status = 422
+    triton_status = 400
     code = "REFUSED_BY_MODEL"
 
 

@@ -98,9 +98,6 @@ class Attachment:
     describer: ModelDescriber | None = None
     # Opens the components of the routes, and provides them in `services`; the stack closes them.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
-    # Their paths come first. A request without a query is passed to a handler without the framework, with the
-    # services and the parameters of the path.
-    inference_routers: Sequence[APIRouter] = ()
     deferral: Deferral | None = None  # one capability has it
     sign_in: SignIn | None = None
 

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from gateway.callers import RIGHT_TO_INFER
 from gateway.capacity.admission import Slot
 from gateway.errors import (
-    GatewayError,
     InputMismatch,
     MalformedRequest,
     ModelNotReady,
@@ -69,11 +68,8 @@ MAX_CONCURRENT_ROWS: Final = 16
 Recognize = Callable[[bytes, str, Signature], str]
 
 
-class DryRunPassed(GatewayError):
+class DryRunPassed(Exception):
     """The request has passed its checks, and the model would run now."""
-
-    status = 202
-    code = "ACCEPTED"
 
 
 class DryRun:

@@ -6,20 +6,24 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError, create_model
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Caller, Right
 from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.messages import quote_text, suggest_name
-from gateway.services import INTERNAL_REQUEST, Services
-from gateway.telemetry.request_info import RequestScope
+from gateway.services import INTERNAL_REQUEST, Deferral, Services
+from gateway.telemetry.request_info import RequestScope, read_head
 
 V1_PREFIX: Final = "/v1/"
 
 
 async def get_services(request: Request) -> Services:  # async: FastAPI runs others in a thread
-    internal = request.scope.get(INTERNAL_REQUEST)
-    return cast(Services, request.app.state.services if internal is None else internal.services)
+    return cast(Services, request.scope["services"])
 
 
 def require_right(
@@ -62,6 +66,61 @@ def check_query(request: Request) -> None:
             raise MalformedRequest(
                 f"unknown query parameter {quote_text(name)}{suggest_name(name, known)}"
             )
+
+
+class InferenceRoute(APIRoute):
+    """A route whose handler gets the request, the parameters of its path, and its query if it has one.
+
+    FastAPI describes it, but its dependencies cost more than an inference: `pipeline.open_request` checks the
+    caller's rights.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        query: dict[str, Any] = {
+            each.alias: (each.field_info.annotation, each.field_info)
+            for each in self.dependant.query_params
+        }
+        self._query: type[BaseModel] = create_model("InferenceQuery", **query)
+        self.app = self.serve
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        parameters = scope["path_params"]
+        if scope["query_string"]:
+            parameters |= self._read_query(request)
+        response = await self.endpoint(request, **parameters)
+        await response(scope, receive, send)
+
+    def _read_query(self, request: Request) -> dict[str, Any]:
+        """Return arguments of the handler. Raises `MalformedRequest` or `RequestValidationError`."""
+        check_query(request)
+        try:
+            query = self._query.model_validate(dict(request.query_params))
+        except ValidationError as exc:
+            errors = [{**error, "loc": ("query", *error["loc"])} for error in exc.errors()]
+            raise RequestValidationError(errors) from exc
+        return query.model_dump(exclude_unset=True)
+
+
+class DeferralRoute(BaseRoute):
+    """The requests that are answered before their inference has run, whatever their path is."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self._deferral = deferral
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        is_deferred = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and INTERNAL_REQUEST not in scope
+            and read_head(scope, self._deferral.matches)
+        )
+        return Match.FULL if is_deferred else Match.NONE, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._deferral.handle(Request(scope, receive), scope["services"])
+        await response(scope, receive, send)
 
 
 ServicesForAnyCaller = Annotated[Services, Depends(get_services)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import (
     GatewayError,
@@ -28,15 +28,20 @@ from gateway.errors import (
 from gateway.headers import MAX_ACCEPT_CHARS, list_accepted_types
 from gateway.media_types import JSON, PROBLEM_JSON
 from gateway.messages import quote_text
+from gateway.routes.passthrough.rules import is_passthrough
+from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo, RequestScope
+
+if TYPE_CHECKING:
+    from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
 # Returns the body of an error in the shape of another API, from its message, code and status.
 ErrorSerializer = Callable[[str, str, int], bytes]
-# The key of a scope with such errors.
-ERROR_SERIALIZER: Final = "error_serializer"
 
 NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
+# Browsers must not run a model's output as a page of the gateway's origin.
+SANDBOX_HEADER: Final = (b"content-security-policy", b"sandbox; default-src 'none'")
 
 # The type of an error in OpenAI's API, by status.
 OPENAI_ERROR_TYPES: Final = {
@@ -81,13 +86,15 @@ def release_frames(exc: BaseException) -> None:
         error = error.__context__
 
 
-async def render_error(request: Request, exc: Exception) -> Response:
+def render_error(
+    request: Request, exc: Exception, serialize: ErrorSerializer | None = None
+) -> Response:
     request_id = str(request.scope.get("request_id", ""))
     error = to_gateway_error(translate_framework_error(request, exc), request_id)
     if (info := request.scope.get("request_info")) is not None:
         info.error_code = error.code
         info.error_reason = error.detail
-    if serialize := request.scope.get(ERROR_SERIALIZER):
+    if serialize is not None:
         body = serialize(error.detail, error.code, error.status)
     # A longer header is an error itself.
     elif PROBLEM_JSON in list_accepted_types(request.headers.get("accept", "")[:MAX_ACCEPT_CHARS]):
@@ -138,7 +145,7 @@ def find_allowed_methods(request: Request) -> set[str]:
     path = getattr(matching[0], "path", None)
     same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
-    return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
+    return methods | {"HEAD"} if "GET" in methods else methods  # `ErrorBorder` serves HEAD as GET
 
 
 def serialize_openai_error(message: str, code: str, status: int) -> bytes:
@@ -149,30 +156,84 @@ def serialize_openai_error(message: str, code: str, status: int) -> bytes:
     return orjson.dumps({"error": error})
 
 
-def build_own_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the headers of every response that the gateway builds."""
-    return [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
+class ErrorBorder:
+    """The ASGI application around the routes, in which every exception becomes a response.
+
+    It adds the headers that all responses of the gateway have. Their status and length go to `RequestInfo`.
+    """
+
+    def __init__(
+        self,
+        routes: ASGIApp,
+        output_prefixes: tuple[str, ...],
+        serializers: Mapping[str, ErrorSerializer],
+    ) -> None:
+        self._routes = routes
+        self._output_prefixes = output_prefixes
+        self._serializers = serializers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        info: RequestInfo = scope["request_info"]
+        send = self._complete(scope, send)
+        if scope["method"] == "HEAD":
+            # The server omits the body of the response (RFC 9110, section 9.3.2).
+            scope = {**scope, "method": "GET"}
+        try:
+            await self._routes(scope, receive, send)
+        except ClientDisconnect:
+            return
+        except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
+            if info.status != CLIENT_CLOSED_REQUEST:
+                # The response has started: the server closes the connection, so that clients see the error.
+                log.warning("the response was aborted: %s", exc)
+                return
+            await self._send_error(scope, receive, send, exc)
+        finally:
+            # The label is the route's template: a client's path would be unbounded.
+            info.route = info.route or get_route(scope)
+
+    async def refuse(self, scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> None:
+        """Answer a request that no route sees."""
+        await self._send_error(scope, receive, self._complete(scope, send), exc)
+
+    async def _send_error(self, scope: Scope, receive: Receive, send: Send, exc: Exception) -> None:
+        request = Request(scope)
+        serialize = next(
+            (each for path, each in self._serializers.items() if covers(path, scope["path"])), None
+        )
+        response = render_error(request, exc, serialize)
+        if is_passthrough(scope["raw_path"]) and isinstance(exc, GatewayError):
+            response.status_code = exc.triton_status or exc.status
+        await response(scope, receive, send)
+
+    def _complete(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that completes the response, and records it."""
+        info: RequestInfo = scope["request_info"]
+        headers = [(b"x-request-id", info.request_id.encode()), NOSNIFF_HEADER]
+        if scope["path"].startswith(self._output_prefixes):
+            headers.append(SANDBOX_HEADER)
+
+        async def send_completed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                info.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *headers]
+                if info.management_call is not None:
+                    info.route = info.route or get_route(scope)
+                    services: Services = scope["services"]
+                    await services.repository.state.events.audit_response(
+                        cast(RequestScope, scope), info.status
+                    )
+            elif scope["method"] != "HEAD":
+                info.bytes_out += len(message.get("body", b""))
+            await send(message)
+
+        return send_completed
 
 
-async def send_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
-    """Send a response with the headers that each has, and count its bytes. Returns the status."""
-    status = response.status_code
-    headers = response.raw_headers
-    headers.extend(build_own_headers(scope))
-    if isinstance(response, StreamingResponse):
-        await response(scope, receive, count_sent_bytes(send, scope))
-        return status
-    scope["request_info"].bytes_out = len(response.body)
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body})
-    return status
+def covers(path: str, requested: str) -> bool:
+    """Return whether a path is the requested one, or ends with a slash and is its beginning."""
+    return requested == path or (path[-1] == "/" and requested.startswith(path))
 
 
-def count_sent_bytes(send: Send, scope: Scope) -> Send:
-    info = scope["request_info"]
-
-    async def send_counted(message: Message) -> None:
-        info.bytes_out += len(message.get("body", b""))
-        await send(message)
-
-    return send_counted
+def get_route(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "")

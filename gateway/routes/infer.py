@@ -22,7 +22,7 @@ from gateway.headers import list_accepted_types
 from gateway.inference import pipeline
 from gateway.inference.decode import decode
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_line_separators
-from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.dependencies import InferenceRoute
 from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.openapi import (
     ARRAY_SCHEMA,
@@ -36,6 +36,7 @@ from gateway.routes.openapi import (
     build_object_schema,
     build_responses,
 )
+from gateway.services import Services
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
@@ -114,7 +115,7 @@ INFER_OPENAPI = {
 }
 
 
-router = APIRouter(tags=["inference"])
+router = APIRouter(tags=["inference"], route_class=InferenceRoute)
 MAX_CLASSES = (1 << 31) - 1
 FIRST_VALUES_COUNT: Final = 8
 MAX_VALUE_BYTES: Final = 200
@@ -133,7 +134,6 @@ RESULTS_PER_PASS: Final = 32
 )
 async def handle_infer(
     request: Request,
-    services: ServicesForInference,
     model: str,
     version: str = "",
     dry_run: Annotated[
@@ -149,6 +149,7 @@ async def handle_infer(
     ] = None,
 ) -> Response:
     """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
+    services: Services = request.scope["services"]
     opened = await pipeline.open_request(request, services, model, version)
     signature = opened.signature
     accept = opened.body.get_header(b"accept") or ""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Final, NamedTuple, cast
+from typing import Final
 
-from fastapi import APIRouter, FastAPI, Response
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect, Request
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import (
@@ -24,20 +22,12 @@ from gateway.access.auth import (
 )
 from gateway.access.limits import LimitExceeded
 from gateway.access.peers import client_network
-from gateway.errors import GatewayError, Unavailable
-from gateway.http_client.connection import Headers
-from gateway.routes.error_responses import (
-    ERROR_SERIALIZER,
-    ErrorSerializer,
-    build_own_headers,
-    render_error,
-    send_response,
-)
-from gateway.routes.passthrough.handler import pass_through
+from gateway.errors import Unavailable
+from gateway.routes.error_responses import ErrorBorder
 from gateway.routes.passthrough.rules import is_passthrough
-from gateway.services import INTERNAL_REQUEST, Deferral, Services
+from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
-from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
+from gateway.telemetry.metrics import V1_ROUTE, V2_ROUTE
 from gateway.telemetry.recording import RecordedBody
 from gateway.telemetry.refusals import REFUSED_STATUSES, RefusalKey
 from gateway.telemetry.request_info import (
@@ -52,16 +42,6 @@ log = logging.getLogger(ACCESS_LOGGER)
 
 # Their 503 says nothing else than the line that `ReadinessMonitor` logs.
 READINESS_PATHS: Final = frozenset(("/readyz", "/v2/health/ready"))
-# Browsers must not run a model's output as a page of the gateway's origin.
-SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
-
-
-class InferenceCall(NamedTuple):
-    """The handler for a path of an inference, and the values of the path's parameters."""
-
-    template: str
-    handler: Callable[..., Awaitable[Response]]
-    parameters: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,89 +50,55 @@ class RequestHead:
 
     request_id: str  # "" if the client sent none
     route_group: str
-    inference: InferenceCall | None  # None if the request needs the framework
     is_limited: bool  # counts at the rate of its key
     has_priority: bool
 
 
-def parse_head(
-    inference_routes: Sequence[APIRoute],
-    deferral: Deferral | None,
-    unlimited_paths: Set[str],
-    scope: Scope,
-) -> RequestHead:
-    is_v2 = is_passthrough(scope["raw_path"])
-    is_plain_post = scope["method"] == "POST" and not scope["query_string"]
+def parse_head(unlimited_paths: Set[str], scope: Scope) -> RequestHead:
     is_limited = scope["path"] not in unlimited_paths
-    inference = None
-    if deferral is not None and deferral.matches(scope):
-        inference = InferenceCall("", deferral.handle, {})
-    elif is_plain_post and not is_v2:
-        inference = find_inference(inference_routes, scope["path"])
     return RequestHead(
         find_request_id(scope["headers"]),
-        V2_ROUTE if is_v2 else V1_ROUTE,
-        inference,
+        V2_ROUTE if is_passthrough(scope["raw_path"]) else V1_ROUTE,
         is_limited,
         is_limited and any(name == PRIORITY_HEADER for name, _ in scope["headers"]),
     )
 
 
-def find_inference(routes: Sequence[APIRoute], path: str) -> InferenceCall | None:
-    for route in routes:
-        if match := route.path_regex.match(path):
-            return InferenceCall(route.path, route.endpoint, match.groupdict())
-    return None
-
-
 class GatewayMiddleware:
-    """The ASGI application.
+    """The outermost ASGI application: identifies the caller of a request, limits and logs it."""
 
-    Requests to `/v2` go to Triton, and inferences to the handlers of their routers, without the framework;
-    FastAPI serves the rest.
-    """
-
-    def __init__(
-        self,
-        framework: FastAPI,
-        inference_routers: Iterable[APIRouter],
-        paths: PathRules,
-        error_serializers: Mapping[str, ErrorSerializer],
-        deferral: Deferral | None = None,
-    ) -> None:
+    def __init__(self, framework: FastAPI, application: ErrorBorder, paths: PathRules) -> None:
         self.framework = framework
-        self._error_serializers = error_serializers
-        self.paths = paths
-        routes = [route for router in inference_routers for route in router.routes]
-        self.inference_routes = [route for route in routes if isinstance(route, APIRoute)]
-        self._parse_head = partial(parse_head, self.inference_routes, deferral, paths.unlimited)
         self.services: Services | None = None  # set during the application's lifespan
+        self._application = application
+        self._paths = paths
+        self._parse_head = partial(parse_head, paths.unlimited)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        internal = scope.get(INTERNAL_REQUEST)
+        internal: InternalRequest | None = scope.get(INTERNAL_REQUEST)
         services = self.services if internal is None else internal.services
         if scope["type"] != "http" or services is None:
             await self.framework(scope, receive, send)
             return
+        scope["app"] = self.framework
+        scope["services"] = services
         started = perf_counter()
         head = read_head(scope, self._parse_head)
         route_group = head.route_group
-        inference = head.inference
         info = RequestInfo(head.request_id or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info
         request_scope: RequestScope = scope  # type: ignore[assignment]  # typing.cast costs a call
-        if services.tracer is not None and scope["path"] not in self.paths.probes:
+        if services.tracer is not None and scope["path"] not in self._paths.probes:
             info.trace = services.tracer.start_trace(scope["method"], scope["headers"])
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
-        status = CLIENT_CLOSED_REQUEST
         recorders = services.recorders if internal is None else ()
         recordings = [recorder.start(request_scope) for recorder in recorders]
-        for recording in filter(None, recordings):
-            receive = record_received(recording.request, receive)
-            send = record_sent(recording.response, send)
+        for started_recording in filter(None, recordings):
+            receive = record_received(started_recording.request, receive)
+            send = record_sent(started_recording.response, send)
         try:
             access = services.access
             caller = (
@@ -166,25 +112,19 @@ class GatewayMiddleware:
             info.wanted_priority = read_priority(request_scope) if head.has_priority else None
             if head.is_limited and caller.limits is not None:
                 await services.limiter.admit(info, caller.limits)
-            if route_group is V2_ROUTE:
-                status = await pass_through(services, scope, receive, send)
-            elif inference is not None:
-                status = await serve_inference(services, inference, scope, receive, send)
-            else:
-                status = await self._call_framework(services, scope, receive, send)
+            await self._application(scope, receive, send)
         except (*REFUSALS, LimitExceeded, UnknownPriority) as exc:
-            status = await self._send_refusal(scope, receive, send, exc)
+            await self._application.refuse(scope, receive, send, exc)
         finally:
             in_flight[route_group] -= 1
-            self._end_request(services, request_scope, status, perf_counter() - started)
+            self._end_request(services, request_scope, perf_counter() - started)
             for recorder, recording in zip(recorders, recordings, strict=True):
-                recorder.end(request_scope, recording, status)
+                recorder.end(request_scope, recording, info.status)
 
-    def _end_request(
-        self, services: Services, scope: RequestScope, status: int, duration_s: float
-    ) -> None:
+    def _end_request(self, services: Services, scope: RequestScope, duration_s: float) -> None:
         """Release what the request holds, and record it in the metrics, the log and its trace."""
         info = scope["request_info"]
+        status = info.status
         if info.charge is not None or info.reservation is not None:
             release_resources(services, info)
         services.metrics.observe(info, status, duration_s)
@@ -197,74 +137,7 @@ class GatewayMiddleware:
     def _is_routine(self, path: str, status: int) -> bool:
         """Return whether only a detailed log has this read: a probe, or a successful read of the page."""
         is_expected = status < 400 or (status == Unavailable.status and path in READINESS_PATHS)
-        return is_expected and not log.isEnabledFor(logging.DEBUG) and self.paths.is_routine(path)
-
-    async def _call_framework(
-        self, services: Services, scope: Scope, receive: Receive, send: Send
-    ) -> int:
-        info: RequestInfo = scope["request_info"]
-        status = CLIENT_CLOSED_REQUEST
-        events = services.repository.state.events
-        self.choose_error_serializer(scope)
-        extra_headers = [*build_own_headers(scope), *self._find_output_headers(scope)]
-        # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
-        framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *extra_headers]
-                if info.management_call is not None:
-                    info.route = get_route(framework_scope)
-                    await events.audit_response(cast(RequestScope, scope), status)
-            elif framework_scope is scope:
-                info.bytes_out += len(message.get("body", b""))
-            await send(message)
-
-        try:
-            await self.framework(framework_scope, receive, send_with_id)
-        finally:
-            # The label is the route's template: a client's path would be unbounded.
-            info.route = get_route(framework_scope)
-        return status
-
-    def choose_error_serializer(self, scope: Scope) -> None:
-        for path, serialize in self._error_serializers.items():
-            if scope["path"] == path or (path[-1] == "/" and scope["path"].startswith(path)):
-                scope[ERROR_SERIALIZER] = serialize
-
-    def _find_output_headers(self, scope: Scope) -> Headers:
-        return [SANDBOX_HEADER] if scope["path"].startswith(self.paths.output_prefixes) else []
-
-    async def _send_refusal(
-        self, scope: Scope, receive: Receive, send: Send, exc: GatewayError
-    ) -> int:
-        # The request is answered before any handler sees it.
-        self.choose_error_serializer(scope)
-        response = await render_error(Request(scope), exc)
-        response.raw_headers += self._find_output_headers(scope)
-        return await send_response(response, scope, receive, send)
-
-
-async def serve_inference(
-    services: Services, inference: InferenceCall, scope: Scope, receive: Receive, send: Send
-) -> int:
-    """Call a handler without the framework, whose routing and dependencies cost more than all the rest.
-
-    The framework calls the same handler for a request with a query.
-    """
-    info: RequestInfo = scope["request_info"]
-    info.route = inference.template
-    request = Request(scope, receive)
-    try:
-        response = await inference.handler(request, services, **inference.parameters)
-    except ClientDisconnect:
-        return CLIENT_CLOSED_REQUEST
-    except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
-        response = await render_error(request, exc)
-    response.raw_headers.append(SANDBOX_HEADER)
-    return await send_response(response, scope, receive, send)
+        return is_expected and not log.isEnabledFor(logging.DEBUG) and self._paths.is_routine(path)
 
 
 def record_received(body: RecordedBody, receive: Receive) -> Receive:
@@ -288,10 +161,6 @@ def record_sent(body: RecordedBody, send: Send) -> Send:
             body.add(message.get("body", b""), is_last=is_last)
 
     return send_recorded
-
-
-def get_route(scope: Scope) -> str:
-    return getattr(scope.get("route"), "path", "")
 
 
 def release_resources(services: Services, info: RequestInfo) -> None:

@@ -25,7 +25,7 @@ from gateway.callers import Priority
 from gateway.memory import MEMORY_KINDS
 from gateway.tasks import background_failures
 from gateway.telemetry.refusals import MAX_CALLERS, REFUSED_STATUSES
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo
 
 # Integers would make `bisect_left` slower.
 DURATION_BUCKETS: Final = (
@@ -37,7 +37,6 @@ PHASE_BUCKETS: Final = (0.001, 0.01, 0.1, 1.0, 10.0)
 PHASES: Final = ("receive", "admission", "load", "decode", "upstream", "render")
 OTHER_CALLERS: Final = "other"
 LIMITS: Final = ("connections", "inferences", "memory", "queue")
-CLIENT_CLOSED_REQUEST: Final = 499
 # The labels `status`, a class, and `code`, the exact status of a failure.
 STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")

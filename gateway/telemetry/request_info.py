@@ -20,6 +20,7 @@ ScopeT = TypeVar("ScopeT", bound=Mapping[str, Any])
 HEADER_FACTS: Final = "header_facts"  # key in the ASGI scope of a request with a repeated header
 MAX_RECORDED_PARAMETERS: Final = 16
 MAX_PARAMETER_CHARS: Final = 128
+CLIENT_CLOSED_REQUEST: Final = 499  # the status of a request whose client left before the response
 
 
 class ReplicaOutcome(Protocol):
@@ -75,6 +76,7 @@ class RequestInfo:
 
     request_id: str
     route: str = ""
+    status: int = CLIENT_CLOSED_REQUEST  # until the response starts
     model: str = ""
     version: str = ""
     replica: str = ""  # address of the replica of the last attempt

@@ -1,27 +1,25 @@
 """Inference requests to one Triton: their parameters, and their encoding with binary tensors. Does no I/O.
 
-The encoding is that of the Binary Tensor Data Extension. `tritonclient.http` needs more passes and copies for
-it.
+The encoding is that of the Binary Tensor Data Extension, by `tritonclient.http`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
+from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
 from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
-from gateway.http_client.connection import Buffer, Headers
+from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
-from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
+from gateway.tensors.dtypes import DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.signature import Signature
@@ -44,13 +42,7 @@ DECODE_ERRORS: Final = (
 MAX_INLINE_REQUEST_ELEMENTS: Final = 4096
 MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
 MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # BYTES can take four bytes per element
-MAX_JOINED_BYTES: Final = 64 << 10  # larger requests are sent without being copied
 INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
-LENGTH: Final = struct.Struct("<I")  # precedes each element of BYTES
-# So few elements of BYTES are sent without being copied into one buffer.
-MAX_SEPARATE_ELEMENTS: Final = 64
-# Copying this takes a millisecond or less, so that no copy holds the GIL, or the event loop, for long.
-MAX_PIECE_BYTES: Final = 1 << 20
 
 
 class InferResponse(NamedTuple):
@@ -185,88 +177,40 @@ def pop_integer(
     raise InputMismatch(f"the parameter '{key}' must be {unit}, not {quote_text(str(value))}")
 
 
-def build_http_request(
-    request: InferRequest, remaining_s: float
-) -> tuple[Headers, bytes | list[Buffer]]:
+def build_http_request(request: InferRequest, remaining_s: float) -> tuple[Headers, bytes]:
     """Return headers and body of `POST /v2/models/M/infer` (Binary Tensor Data Extension)."""
     options = request.build_options(remaining_s)
-    parameters = {**options.custom, "timeout": options.timeout_us}
-    if options.priority:
-        parameters["priority"] = options.priority
     step = request.target.sequence_step
-    if step is not None:
-        parameters |= zip(sequence.SEQUENCE_KEYS, step.values, strict=True)
-    datatypes = request.signature.inputs
-    inputs = [
-        BinaryInput(name, array, datatypes[name].datatype.name)
-        for name, array in request.inputs.arrays.items()
-    ]
-    document = build_request_document(inputs, options.class_counts, parameters, request.request_id)
-    head = orjson.dumps(document)
-    buffers: list[Buffer] = [head]
-    for each in inputs:
-        buffers += each.buffers
-    length = sum(map(len, buffers))
+    sequence_id, starts, ends = (0, False, False) if step is None else step.values
+    body, head_bytes = InferenceServerClient.generate_request_body(
+        [
+            build_infer_input(name, array, request.signature)
+            for name, array in request.inputs.arrays.items()
+        ],
+        [
+            InferRequestedOutput(name, binary_data=True, class_count=count)
+            for name, count in options.class_counts.items()
+        ],
+        request.request_id,
+        sequence_id,
+        starts,
+        ends,
+        options.priority,
+        options.timeout_us,
+        options.custom,
+    )
     headers = [
-        (b"content-length", b"%d" % length),
+        (b"content-length", b"%d" % len(body)),
         (b"content-type", b"application/octet-stream"),
-        (b"inference-header-content-length", b"%d" % len(head)),
     ]
-    return headers, b"".join(buffers) if length <= MAX_JOINED_BYTES else buffers
+    if head_bytes is not None:  # None without an input, which is JSON alone
+        headers.append((b"inference-header-content-length", b"%d" % head_bytes))
+    return headers, body
 
 
-class BinaryInput:
-    """An input whose data is not copied; `buffers` are what Triton receives."""
-
-    __slots__ = ("_datatype", "_name", "_shape", "buffers")
-
-    def __init__(self, name: str, array: np.ndarray, datatype: str) -> None:
-        self._name = name
-        self._shape = array.shape
-        self._datatype = datatype
-        self.buffers: Sequence[Buffer]
-        if datatype == BYTES.name:
-            self.buffers = encode_bytes_elements(array.ravel().tolist())
-        else:
-            # Not every dtype supports the buffer protocol: BF16 does not.
-            self.buffers = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self._name,
-            "shape": self._shape,
-            "datatype": self._datatype,
-            "parameters": {"binary_data_size": sum(map(len, self.buffers))},
-        }
-
-
-def encode_bytes_elements(values: Sequence[bytes]) -> list[Buffer]:
-    buffers: list[Buffer] = []
-    for value in values:
-        buffers += (LENGTH.pack(len(value)), value)
-    return buffers if len(values) <= MAX_SEPARATE_ELEMENTS else [b"".join(buffers)]
-
-
-def build_request_document(
-    inputs: Sequence[BinaryInput],
-    class_counts: Mapping[str, int],
-    parameters: Mapping[str, Any],
-    request_id: str,
-) -> dict[str, Any]:
-    """Return the JSON that precedes the data of the inputs. `class_counts` are those of `RequestOptions`."""
-    document: dict[str, Any] = {"id": request_id, "inputs": [each.describe() for each in inputs]}
-    if class_counts:
-        document["outputs"] = [
-            {
-                "name": name,
-                "parameters": {"binary_data": True, **({"classification": count} if count else {})},
-            }
-            for name, count in class_counts.items()
-        ]
-        document["parameters"] = parameters
-    else:
-        document["parameters"] = {**parameters, "binary_data_output": True}
-    return document
+def build_infer_input(name: str, array: np.ndarray, signature: Signature) -> InferInput:
+    tensor = InferInput(name, array.shape, signature.inputs[name].datatype.name)
+    return tensor.set_data_from_numpy(array)
 
 
 async def decode_http_response(reply: CompleteResponse) -> InferResponse:
@@ -286,12 +230,16 @@ def parse_http_response(reply: CompleteResponse) -> InferResponse:
     return InferResponse(arrays, version, len(reply.body))
 
 
-def decode_infer_response(
-    body: bytes, header_length: int | None
-) -> tuple[str, dict[str, np.ndarray]]:
-    """Return the model's version and its outputs. Raises one of `DECODE_ERRORS` for an invalid response."""
-    document = orjson.loads(body if header_length is None else memoryview(body)[:header_length])
-    position = len(body) if header_length is None else header_length
+def decode_infer_response(body: bytes, head_bytes: int | None) -> tuple[str, dict[str, np.ndarray]]:
+    """Return the model's version and its outputs. Raises one of `DECODE_ERRORS` for an invalid response.
+
+    tritonclient trusts what the head says about the data.
+    """
+    available = 0 if head_bytes is None else len(body) - head_bytes
+    if not 0 <= available < len(body):
+        raise ValueError("the head has no possible length")
+    result = InferenceServerClient.parse_response_body(body, header_length=head_bytes)
+    document = result.get_response()
     arrays: dict[str, np.ndarray] = {}
     for entry in document.get("outputs", ()):
         name = entry["name"]
@@ -300,13 +248,12 @@ def decode_infer_response(
         dtype = find_output_dtype(name, entry["datatype"])
         size = (entry.get("parameters") or {}).get("binary_data_size")
         if size is None:
-            array = decode_json_data(entry["data"], entry["shape"], dtype)
-        elif 0 <= size <= len(body) - position:
-            array = decode_binary_data(body, position, size, dtype).reshape(entry["shape"])
-            position += size
-        else:
+            arrays[name] = decode_json_data(entry["data"], entry["shape"], dtype)
+            continue
+        if not 0 <= size <= available:
             raise ValueError("an output is not complete")
-        arrays[name] = array
+        available -= size
+        arrays[name] = result.as_numpy(name)
     return str(document.get("model_version", "")), arrays
 
 
@@ -324,35 +271,3 @@ def decode_json_data(data: Any, shape: Any, dtype: np.dtype) -> np.ndarray:
         return array
     values = build_bytes_array([text.encode() for text in array.flat])
     return values.reshape(array.shape)
-
-
-def decode_binary_data(body: bytes, start: int, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return a flat array, which shares the memory of `body` where its alignment allows it."""
-    if dtype.kind == "O":
-        return build_bytes_array(decode_bytes_elements(body, start, start + size))
-    count, rest = divmod(size, dtype.itemsize)
-    if rest:
-        raise ValueError("an output has a part of an element")
-    array = np.frombuffer(body, dtype, count, start) if count else np.empty(0, dtype)
-    return array if array.flags.aligned else array.copy()
-
-
-def decode_bytes_elements(body: bytes, start: int, end: int) -> list[bytes]:
-    values = []
-    view = memoryview(body)
-    while start < end:
-        first = start + LENGTH.size
-        start = first + LENGTH.unpack_from(body, start)[0]
-        is_large = start - first > MAX_PIECE_BYTES
-        values.append(copy_in_pieces(view[first:start]) if is_large else body[first:start])
-    if start != end:
-        raise ValueError("an output has a part of an element")
-    return values
-
-
-def copy_in_pieces(view: memoryview) -> bytes:
-    """Return the data as bytes. Other threads can run between its pieces."""
-    file = io.BytesIO()
-    for start in range(0, len(view), MAX_PIECE_BYTES):
-        file.write(view[start : start + MAX_PIECE_BYTES])
-    return file.getvalue()  # this makes no copy

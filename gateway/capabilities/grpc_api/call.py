@@ -40,8 +40,12 @@ from gateway.repository.resolver import ModelTarget, parse_triton_version
 from gateway.routes.middleware import end_trace, log_request, release_resources
 from gateway.routes.passthrough.headers import NOT_FORWARDED
 from gateway.services import Services
-from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import RequestInfo, RequestScope, current_request_info
+from gateway.telemetry.request_info import (
+    CLIENT_CLOSED_REQUEST,
+    RequestInfo,
+    RequestScope,
+    current_request_info,
+)
 from gateway.telemetry.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers

@@ -48,8 +48,8 @@ from gateway.inference.body import RequestBody
 from gateway.inference.pipeline import DryRun, DryRunPassed
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.error_responses import get_route
 from gateway.routes.infer import choose_stream_format
-from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import STRING_SCHEMA, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo
@@ -278,6 +278,9 @@ class Submission:
             await self._discard()
 
 
+ACCEPTED: Final = 202
+
+
 class JobAcceptance:
     """The deferral of requests with `Prefer: respond-async`."""
 
@@ -294,7 +297,6 @@ class JobAcceptance:
 
     async def handle(self, request: Request, services: Services) -> Response:
         scope = request.scope
-        services.get(GatewayMiddleware).choose_error_serializer(scope)
         jobs = services.get(Jobs)
         submission = Submission(jobs, request, jobs.max_body_bytes)
         if (known := await submission.find_known()) is not None:
@@ -371,12 +373,15 @@ async def check_request(
     info: RequestInfo = scope["request_info"]
     capture = ResponseCapture()
     inner = {**scope, INTERNAL_REQUEST: InternalRequest(services, info.caller, dry_run)}
-    await services.get(GatewayMiddleware).framework(inner, receive, capture.send)
-    info.route = getattr(inner.get("route"), "path", "")
+    try:
+        await scope["app"].router(inner, receive, capture.send)
+    except DryRunPassed:
+        pass
+    finally:
+        info.route = get_route(inner)
     scope["path_params"] = inner.get("path_params", {})
-    if capture.status != DryRunPassed.status:
+    if capture.status:
         return capture.build_response()
-    info.error_code = info.error_reason = ""
     if dry_run.request is not None and dry_run.request.target.sequence_step is not None:
         raise MalformedRequest(
             "a request of a sequence cannot be a job, because jobs have no order; send it without "
@@ -387,7 +392,7 @@ async def check_request(
 
 def respond_with_job(job: Job) -> Response:
     headers = {"Location": f"/v1/jobs/{job.id}", "Preference-Applied": "respond-async"}
-    return Response(orjson.dumps(describe_job(job)), DryRunPassed.status, headers, JSON)
+    return Response(orjson.dumps(describe_job(job)), ACCEPTED, headers, JSON)
 
 
 def check_accept(scope: Scope, place: str) -> None:

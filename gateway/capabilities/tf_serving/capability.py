@@ -9,7 +9,7 @@ from gateway.config.settings import Settings
 def attach_tf_serving(settings: Settings) -> Attachment:
     from gateway.capabilities.tf_serving.routes import StatusDescriber, inference_router, router
 
-    return Attachment((router,), inference_routers=(inference_router,), describer=StatusDescriber())
+    return Attachment((inference_router, router), describer=StatusDescriber())
 
 
 CAPABILITY = Capability("tf_serving", attach_tf_serving)

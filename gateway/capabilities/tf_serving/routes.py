@@ -17,7 +17,7 @@ from gateway.capabilities.tf_serving.bodies import (
 from gateway.fleet.index import build_version_status, merge_indexes
 from gateway.inference import pipeline
 from gateway.inference.decode import decode_json
-from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.dependencies import InferenceRoute, ServicesForInference
 from gateway.routes.infer import INFER_HEADER_PARAMETERS, VERSION_HEADERS
 from gateway.routes.models import MODEL_ERRORS, VERSION_STATUS_SCHEMA, get_signature
 from gateway.routes.openapi import (
@@ -71,7 +71,7 @@ class StatusDescriber(ModelDescriber):
         }
 
 
-inference_router = APIRouter(tags=["inference"])
+inference_router = APIRouter(tags=["inference"], route_class=InferenceRoute)
 router = APIRouter(tags=["models"])
 route_predict = partial(
     inference_router.post,
@@ -97,11 +97,9 @@ route_metadata = partial(
 # A label is accepted in place of a version as well.
 @route_predict("/v1/models/{model}/labels/{version}:predict", operation_id="predict_label")
 @route_predict("/v1/models/{model}/versions/{version}:predict", operation_id="predict_version")
-async def predict(
-    request: Request, services: ServicesForInference, model: str, version: str = ""
-) -> Response:
+async def predict(request: Request, model: str, version: str = "") -> Response:
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
-    opened = await pipeline.open_request(request, services, model, version)
+    opened = await pipeline.open_request(request, request.scope["services"], model, version)
     body = await pipeline.receive_bytes(opened)
     with await pipeline.admit(opened) as slot:
         inputs = await decode_json(opened, body, parse_predict_body)

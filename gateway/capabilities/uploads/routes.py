@@ -62,8 +62,7 @@ from gateway.routes.openapi import (
     build_response,
 )
 from gateway.services import Services
-from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo
 
 REPOSITORY_ERRORS: Final = {
     404: "No Triton has the model in its repository, or the caller cannot see it.",

@@ -27,9 +27,7 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.transports import FailedResponse, GrpcBytesCall, UpstreamCall
-from gateway.routes.middleware import GatewayMiddleware
-from gateway.routes.passthrough.handler import pass_through
-from gateway.routes.passthrough.rules import is_passthrough
+from gateway.routes.error_responses import ErrorBorder
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.recording import RecordedBody, RecorderMemory, Recording
@@ -195,10 +193,7 @@ class Mirror:
             "request_info": info,
         }
         receive = build_body_receiver(body)
-        if is_passthrough(path):
-            await pass_through(self._services, copied, receive, forget)
-        else:
-            await self._services.get(GatewayMiddleware).framework(copied, receive, forget)
+        await self._services.get(ErrorBorder)(copied, receive, forget)
 
 
 def names_version(scope: RequestScope) -> bool:

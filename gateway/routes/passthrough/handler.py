@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Final, cast
+from typing import Final
 
 from starlette.datastructures import QueryParams
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
@@ -21,10 +21,7 @@ from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.errors import (
     BodyTooLarge,
     GatewayError,
-    InputMismatch,
-    MalformedRequest,
     ModelNotReady,
-    RefusedByModel,
     UnknownModel,
     UrlTooLong,
     serialize_error,
@@ -34,7 +31,6 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON, escape_line_separators
 from gateway.repository.resolver import ModelTarget
-from gateway.routes.error_responses import render_error, send_response
 from gateway.routes.passthrough.body import (
     MIN_CHUNK_BYTES,
     PassthroughBody,
@@ -59,10 +55,10 @@ from gateway.routes.passthrough.rules import (
     MatchedRoute,
     Statistics,
     find_route,
+    is_passthrough,
 )
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.services import Services
-from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, RequestScope, read_head
 from gateway.triton.error_mapping import sanitize_event
 from gateway.triton.request_target import RequestTarget
@@ -74,83 +70,55 @@ MAX_TARGET_BYTES: Final = 8100
 VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 
 
-async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
-    """Forward a request to Triton and send the response, or an error. Returns the status."""
-    status = 0  # set when the response starts: until then, an error can still be sent
-    model = ""
-    version = ""
-    info: RequestInfo = scope["request_info"]
-    try:
-        route = read_head(scope, find_route)
-        action = route.action
-        info.route = route.template
-        model = route.model
-        version = route.version
-        target = resolve_target(services, scope, route)
-        version = target.version
-        if isinstance(action, FixedResponse):
-            fixed = Response(action.body, media_type=JSON)
-            return await send_response(fixed, scope, receive, send)
-        if isinstance(action, Statistics):
-            document = await answer_statistics(services, scope, target)
-            return await send_response(document, scope, receive, send)
-        with Slot(services.admission, model, info) as slot:
-            response = await forward_request(
-                services, scope, receive, route=route, action=action, target=target, slot=slot
-            )
-            try:
-                start = build_start_message(response, scope)
-                if info.management_call is not None:
-                    await audit_response(services, scope, start["status"])
-                info.model = model
-                info.version = target.served_version
-                if target.choice is not None:
-                    start["headers"].append((VERSION_HEADER, info.version.encode()))
-                if (
-                    response.is_complete
-                    and not response.is_event_stream
-                    and scope["method"] != "HEAD"
-                ):
-                    status = start["status"]
-                    await send(start)
-                    body = response.take_buffered()
-                    info.bytes_out = len(body)
-                    await send({"type": "http.response.body", "body": body})
-                else:
-                    async for message in relay_response(response, start, scope):
-                        status = start["status"]
-                        await send(message)
-            finally:
-                response.close()
-    except ClientDisconnect:
-        return CLIENT_CLOSED_REQUEST
-    except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
-        if status:
-            # The response has started: the server closes the connection, so that clients see the error.
-            log.warning("the response was aborted: %s", exc)
-            return status
-        services.record_model(info, model, version)
-        error = await render_v2_error(Request(scope, receive), exc)
-        await audit_response(services, scope, error.status_code)
-        return await send_response(error, scope, receive, send)
-    return status
+class PassThroughRoute(BaseRoute):
+    """Triton's API, whose paths have rules of their own."""
 
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        is_match = scope["type"] == "http" and is_passthrough(scope["raw_path"])
+        return Match.FULL if is_match else Match.NONE, {}
 
-async def audit_response(services: Services, scope: Scope, status: int) -> None:
-    await services.repository.state.events.audit_response(cast(RequestScope, scope), status)
-
-
-async def render_v2_error(request: Request, exc: Exception) -> Response:
-    response = await render_error(request, exc)
-    if isinstance(exc, GatewayError):
-        response.status_code = find_status(exc)
-    return response
-
-
-def find_status(error: GatewayError) -> int:
-    """Return the status of an error. Triton has 400 for whatever does not fit the model."""
-    does_not_fit = isinstance(error, (InputMismatch, RefusedByModel))
-    return MalformedRequest.status if does_not_fit else error.status
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request to Triton, and send the response."""
+        services: Services = scope["services"]
+        model = ""
+        version = ""
+        info: RequestInfo = scope["request_info"]
+        try:
+            route = read_head(scope, find_route)
+            action = route.action
+            info.route = route.template
+            model = route.model
+            version = route.version
+            target = resolve_target(services, scope, route)
+            version = target.version
+            if isinstance(action, FixedResponse):
+                await Response(action.body, media_type=JSON)(scope, receive, send)
+                return
+            if isinstance(action, Statistics):
+                document = await answer_statistics(services, scope, target)
+                await document(scope, receive, send)
+                return
+            with Slot(services.admission, model, info) as slot:
+                response = await forward_request(
+                    services, scope, receive, route=route, action=action, target=target, slot=slot
+                )
+                try:
+                    start = build_start_message(response)
+                    info.model = model
+                    info.version = target.served_version
+                    if target.choice is not None:
+                        start["headers"].append((VERSION_HEADER, info.version.encode()))
+                    if response.is_complete and not response.is_event_stream:
+                        await send(start)
+                        await send({"type": "http.response.body", "body": response.take_buffered()})
+                    else:
+                        async for message in relay_response(response, start, scope):
+                            await send(message)
+                finally:
+                    response.close()
+        except GatewayError:
+            services.record_model(info, model, version)
+            raise
 
 
 def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> ModelTarget:
@@ -268,8 +236,7 @@ def build_call(
     headers: Headers,
     content: PassthroughBody,
 ) -> HttpCall:
-    # Triton sends a body for HEAD, which would be read as the next response.
-    method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
+    method = scope["method"].encode()
     query: bytes = scope["query_string"]
     path = route.path_for_version(upstream.version)
     if query:
@@ -318,13 +285,10 @@ def add_management_headers(headers: Headers, management_headers: Headers) -> Hea
     return [*(header for header in headers if header[0] not in names), *management_headers]
 
 
-def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
+def build_start_message(response: UpstreamResponse) -> Message:
     error = response.first_error
-    headers = [
-        *filter_response_headers(response.headers),
-        (b"x-request-id", scope["request_id"].encode()),
-    ]
-    status = response.status if error is None else find_status(error)
+    headers = filter_response_headers(response.headers)
+    status = response.status if error is None else error.triton_status or error.status
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
@@ -335,10 +299,6 @@ async def relay_response(
 
     The head is sent with the first chunk, so that a failure before it can still be an error response.
     """
-    if scope["method"] == "HEAD":
-        yield start
-        yield {"type": "http.response.body"}
-        return
     info: RequestInfo = scope["request_info"]
     events = None
     if response.is_event_stream:
@@ -350,7 +310,6 @@ async def relay_response(
             document = serialize_error(error.detail, error.code, scope["request_id"])
             first = b"data: %b\n\n" % escape_line_separators(document)
         yield start
-        info.bytes_out += len(first)
         # Even an empty body sends the head immediately.
         yield {"type": "http.response.body", "body": first, "more_body": True}
     is_started = events is not None
@@ -366,7 +325,6 @@ async def relay_response(
         if not is_started:
             is_started = True
             yield start
-        info.bytes_out += len(chunk)
         yield {"type": "http.response.body", "body": chunk, "more_body": not last}
 
 

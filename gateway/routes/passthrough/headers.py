@@ -16,7 +16,6 @@ from gateway.capacity.body_chunks import ZLIB_WBITS
 from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
-from gateway.routes.error_responses import NOSNIFF_HEADER
 from gateway.triton.sequence import SequenceStep, parse_sequence_headers
 
 # RFC 9110, section 7.6.1.
@@ -213,5 +212,4 @@ def filter_response_headers(headers: Headers) -> Headers:
     relayed = [header for header in headers if header[0] not in NOT_RELAYED]
     if len(relayed) < len(headers):
         relayed = drop_connection_headers(relayed, headers)
-    relayed.append(NOSNIFF_HEADER)
     return relayed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from typing import Any, Final
 
 import numpy as np
 import orjson
 from google.protobuf.message import DecodeError, EncodeError
 from tritonclient.grpc import service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from gateway.errors import BadUpstream, TooLarge
 from gateway.http_client.connection import Headers
@@ -18,16 +20,14 @@ from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.inference import (
     DECODE_ERRORS,
     INT64_RANGE,
-    LENGTH,
     MAX_INLINE_RESPONSE_BYTES,
-    BinaryInput,
     InferRequest,
     InferResponse,
-    decode_binary_data,
     find_output_dtype,
 )
 from gateway.triton.sequence import SEQUENCE_KEYS
 
+LENGTH: Final = struct.Struct("<I")  # precedes each element of BYTES
 INVALID_RESPONSE: Final = "the replica's inference response is invalid"
 # The kinds of NumPy's types whose values orjson writes as JSON has them.
 PLAIN_DTYPE_KINDS: Final = "biuf"
@@ -49,7 +49,7 @@ def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
     for name, array in request.inputs.arrays.items():
         datatype = request.signature.inputs[name].datatype.name
         message.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        message.raw_input_contents.append(b"".join(BinaryInput(name, array, datatype).buffers))
+        message.raw_input_contents.append(encode_tensor(array))
     for name, count in options.class_counts.items():
         output = message.outputs.add(name=name)
         if count:
@@ -69,6 +69,13 @@ def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
         return bytes(message.SerializeToString())
     except (EncodeError, ValueError) as exc:
         raise TooLarge("the request exceeds the size of a gRPC message (2 GiB)") from exc
+
+
+def encode_tensor(array: np.ndarray) -> bytes:
+    """Return the elements as Triton has them: those of BYTES with their lengths before them."""
+    if array.dtype.kind != "O":
+        return array.tobytes()
+    return bytes(serialize_byte_tensor(array).item()) if array.size else b""
 
 
 def build_grpc_metadata(headers: Headers) -> Metadata:
@@ -117,7 +124,7 @@ def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
 
 def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
     dtype = find_output_dtype(output.name, output.datatype)
-    array = decode_binary_data(data, 0, len(data), dtype)
+    array = deserialize_bytes_tensor(data) if dtype.kind == "O" else np.frombuffer(data, dtype)
     return array.reshape(tuple(output.shape))
 
 

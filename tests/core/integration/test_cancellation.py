@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from gateway.access.auth import CORE_PATHS
 from gateway.config.settings import Settings
+from gateway.routes.error_responses import ErrorBorder
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import build_components, run_services
 from gateway.tensors.inputs import InferInputs
@@ -334,13 +335,12 @@ def cancel_request() -> bool:
         framework = FastAPI()
         has_begun = asyncio.Event()
 
-        @framework.get("/wait")
-        async def wait() -> None:
+        async def wait(*_: object) -> None:
             has_begun.set()
             await asyncio.Event().wait()
 
         settings = Settings(state="memory:", triton_urls=("127.0.0.1:9",))
-        middleware = GatewayMiddleware(framework, (), CORE_PATHS, {})
+        middleware = GatewayMiddleware(framework, ErrorBorder(wait, (), {}), CORE_PATHS)
         async with run_services(settings, build_components(settings)) as services:
             middleware.services = services
             request = asyncio.create_task(middleware(SCOPE, receive_nothing, send_nothing))

@@ -11,14 +11,10 @@ import socket
 from itertools import product
 from typing import Any, Final
 
-import httpx
 import ml_dtypes
 import numpy as np
 import pytest
 
-from gateway.app import create_app
-from gateway.config.settings import Settings
-from gateway.routes.middleware import GatewayMiddleware, find_inference
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
 from tests.support.hostile_files import FORM_TYPE, field, form, npy, npy_of
@@ -554,52 +550,3 @@ def test_body_over_the_limit_is_413_before_all_of_it_is_read(zoo: Zoo) -> None:
     chunks = (bytes(1 << 20) for _ in range(65))
     chunked = zoo.post("single_BYTES", content=chunks, headers={"Content-Type": "text/plain"})
     assert_error(chunked, 413, "TOO_LARGE", "limit")
-
-
-# A request with a query is served by the framework, any other by the same handler without it.
-
-VERBS = ("/infer", "/versions/1/infer", ":predict", "/versions/1:predict", "/labels/1:predict")
-JSON_REQUESTS: dict[str, dict[str, Any]] = {
-    "rows or inputs": {"json": {"inputs": [[[1.0, 2.0]]]}},
-    "no JSON": {"content": b"{", "headers": {"Content-Type": "application/json"}},
-    "wrong values": {"json": {"inputs": "text"}},
-    "another type": {"content": b"x", "headers": {"Content-Type": "x/y"}},
-    "a wrong header": {"json": {"inputs": [[1.0]]}, "headers": {"X-Request-Timeout": "-1"}},
-    "a wrong method": {"method": "GET"},
-}
-
-
-def comparable(response: httpx.Response) -> tuple[int, Any, dict[str, str]]:
-    """Status, document and headers, without those that differ between two requests."""
-    document = response.json()
-    for key in ("id", "request_id"):
-        document.pop(key, None)
-    headers = {name: value for name, value in response.headers.items() if name != "x-request-id"}
-    return response.status_code, document, headers
-
-
-def test_request_is_answered_alike_with_and_without_the_framework(
-    zoo: Zoo, subtests: pytest.Subtests
-) -> None:
-    for verb in VERBS:
-        requests = [(zoo.path("batched_FP32", verb), request) for request in JSON_REQUESTS.values()]
-        requests.append((f"/v1/models/nothing-like-it{verb}", {}))
-        for path, request in requests:
-            with subtests.test(f"{path} {request}"):
-                options = {"method": "POST", **request}
-                direct = comparable(zoo.client.request(url=path, **options))
-                assert direct == comparable(zoo.client.request(url=f"{path}?&", **options))
-                assert direct[0] in (200, 400, 404, 405, 415, 422)
-
-
-def test_every_inference_of_the_openapi_document_is_served_without_the_framework(zoo: Zoo) -> None:
-    paths = zoo.client.get("/openapi.json").json()["paths"]
-    described = {
-        path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))
-    }
-    application = create_app(Settings(state="memory:"))
-    assert isinstance(application, GatewayMiddleware)
-    routes = application.inference_routes
-    calls = [find_inference(routes, path.format(model="m", version="1")) for path in described]
-    assert described == {call.template for call in calls if call is not None}
-    assert len(described) == len(VERBS)
