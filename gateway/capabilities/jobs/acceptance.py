@@ -48,7 +48,6 @@ from gateway.inference.body import RequestBody
 from gateway.inference.pipeline import DryRun, DryRunPassed
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.routes.dependencies import ServicesForInference
-from gateway.routes.error_responses import get_route
 from gateway.routes.infer import choose_stream_format
 from gateway.routes.openapi import STRING_SCHEMA, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
@@ -372,14 +371,9 @@ async def check_request(
     """
     info: RequestInfo = scope["request_info"]
     capture = ResponseCapture()
-    inner = {**scope, INTERNAL_REQUEST: InternalRequest(services, info.caller, dry_run)}
-    try:
-        await scope["app"].router(inner, receive, capture.send)
-    except DryRunPassed:
-        pass
-    finally:
-        info.route = get_route(inner)
-    scope["path_params"] = inner.get("path_params", {})
+    scope[INTERNAL_REQUEST] = InternalRequest(services, info.caller, dry_run)
+    with suppress(DryRunPassed):
+        await scope["app"].router(scope, receive, capture.send)
     if capture.status:
         return capture.build_response()
     if dry_run.request is not None and dry_run.request.target.sequence_step is not None:
