@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
 from gateway.capabilities.capability import SignIn
-from gateway.capabilities.page.guide import METHODS, GuideRoutes
+from gateway.capabilities.page.guide import METHODS, Guide
 from gateway.errors import NotFound
 from gateway.headers import list_accepted_types
 from gateway.messages import quote_text
@@ -50,8 +50,7 @@ class PageRoutes:
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.get_page, methods=METHODS)
         router.add_api_route("/static/{name:path}", self.get_static_file, methods=METHODS)
-        guide = GuideRoutes(self._assets["guide.html"], UI_SECURITY_POLICY)
-        self.routers = (router, guide.router)
+        self.routers = (router, Guide(self._assets["guide.html"], UI_SECURITY_POLICY).router)
 
     async def get_page(self, request: Request) -> Response:
         """Return the page if `Accept` contains `text/html`, else what a program gets."""
