@@ -8,7 +8,7 @@ import re
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -24,34 +24,33 @@ from gateway.routes.assets import (
     load_assets,
 )
 
-if TYPE_CHECKING:
-    from markdown_it.token import Token
-
 PACKAGED: Final = Path(__file__).parent / "guide"
 CHECKOUT: Final = Path(__file__).parents[3] / "docs"
 INDEX: Final = "index.md"
 SECTIONS: Final = ("start", "use", "serve", "operate", "reference", "contribute")
 REPOSITORY: Final = "https://github.com/triton-gateway/triton-gateway/blob/main"
 METHODS: Final = ["GET", "HEAD"]
+# Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
+UI_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 
 
 class Guide:
     """The documents, in a template with {{root}}, {{title}}, {{navigation}} and {{content}}."""
 
-    def __init__(self, template: Asset, security_policy: str) -> None:
+    def __init__(self, template: Asset) -> None:
         folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
         self._template = template
-        self._security_policy = security_policy
         self._documents = read_documents(folder)
         self._assets = load_assets(folder)  # and the documents that were rendered
         index = json.dumps(self._documents).encode()
         self._assets["search.json"] = create_asset(index, "application/json")
         self.router = APIRouter(include_in_schema=False)
-        self.router.add_api_route("/guide", self.redirect_to_index, methods=METHODS)
+        self.router.add_api_route("/guide", lambda: RedirectResponse("guide/"), methods=METHODS)
         self.router.add_api_route("/guide/{name:path}", self.get_file, methods=METHODS)
-
-    async def redirect_to_index(self) -> Response:
-        return RedirectResponse("guide/")
 
     async def get_file(self, request: Request, name: str) -> Response:
         name = name or INDEX
@@ -60,7 +59,7 @@ class Guide:
             self._assets[name] = await to_thread.run_sync(self._render, name)
         if name not in self._assets:
             raise NotFound(f"the guide has no file {quote_text(name)}; see {REPOSITORY}/docs")
-        return build_asset_response(request, self._assets[name], self._security_policy)
+        return build_asset_response(request, self._assets[name], UI_SECURITY_POLICY)
 
     def _render(self, name: str) -> Asset:
         return fill_placeholders(
@@ -95,23 +94,22 @@ class Guide:
                 anchor = re.sub(r"[^\w\- ]", "", following.content.lower()).replace(" ", "-")
                 token.attrSet("id", anchor)
             for child in token.children or ():
-                self._rewrite_link(child, name)
+                if href := child.attrGet("href"):
+                    child.attrSet("href", self._find_target(str(href), name))
         rendered: str = markdown.renderer.render(tokens, markdown.options, {})
         return rendered
 
-    def _rewrite_link(self, token: Token, name: str) -> None:
-        """Let a link to what is no document lead to the repository."""
-        href = str(token.attrGet("href") or "#")
+    def _find_target(self, href: str, name: str) -> str:
+        """Return where a link of a document leads: what is no document is in the repository."""
         if re.match("[a-z]+:|#", href):
-            return
+            return href
         path = posixpath.normpath(
             posixpath.join("docs", posixpath.dirname(name), href.partition("#")[0])
         )
-        known = self._documents.keys() | self._assets.keys()
         if path == "docs/openapi.json":
-            token.attrSet("href", f"{find_root(name)}docs")
-        elif path.removeprefix("docs/") not in known:
-            token.attrSet("href", f"{REPOSITORY}/{path}")
+            return f"{find_root(name)}docs"
+        is_known = path.removeprefix("docs/") in self._documents.keys() | self._assets.keys()
+        return href if is_known else f"{REPOSITORY}/{path}"
 
 
 def read_documents(folder: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ export async function refresh(ask = (action) => action()) {
     const { jobs } = await ask(() => api.getJson(`v1/jobs?limit=${SHOWN}`));
     $("jobs-card").hidden = !jobs.length;
     $("jobs-empty").hidden = jobs.length > 0;
-    if (!jobs.length && !$("jobs-empty").firstChild) $("jobs-empty").append(renderNoJobs());
+    if (!jobs.length && !$("jobs-empty").firstChild) await showNoJobs();
     updateRows($("jobs-table").tBodies[0], jobs, ({ id }) => id, cellsOf);
     showNotice($("jobs-notice"));
   } catch (error) {
@@ -40,12 +40,13 @@ export async function refresh(ask = (action) => action()) {
 }
 
 /** Say how a request becomes a job, with one to copy. */
-function renderNoJobs() {
-  const address = new URL(`v1/models/${models.getCurrent() || "MODEL"}/infer`, document.baseURI).href;
+async function showNoJobs() {
+  await models.load().catch(() => {}); // without the right to infer, there is no model to name
+  const address = new URL(`v1/models/${models.findChosen() || "MODEL"}/infer`, document.baseURI).href;
   const authorization = api.key.get() ? ' -H "Authorization: Bearer $KEY"' : "";
-  return renderEmpty("No jobs yet", "A request with one more header becomes a job: its answer waits here until you fetch it, whatever happens to the connection.",
+  $("jobs-empty").replaceChildren(renderEmpty("No jobs yet", "A request with one more header becomes a job: its answer waits here until you fetch it, whatever happens to the connection.",
     renderCommand(`curl -H 'Prefer: respond-async'${authorization} \\\n  --data-binary @input \\\n  ${address}`),
-    el("p", {}, el("a", { href: new URL("use/jobs.md", document.querySelector(".to-guide").href).href, text: "How jobs work" })));
+    el("p", {}, el("a", { href: new URL("use/jobs.md", document.querySelector(".to-guide").href).href, text: "How jobs work" }))));
 }
 
 function cellsOf(job) {

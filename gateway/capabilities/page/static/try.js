@@ -170,11 +170,13 @@ function buildForm() {
 }
 
 /** The first model of a tab shows what it answers, unless its config says otherwise. A model is not loaded for this. */
-function runFirstExample([example]) {
+async function runFirstExample([example]) {
   if (sessionStorage.getItem(VISITED_KEY) || !example?.isComplete || !description.ready || description.example_run === false) return;
   sessionStorage.setItem(VISITED_KEY, "1");
   example.enter();
-  submit({ note: "Example" });
+  const current = generation;
+  await submit({ note: "Example" });
+  if (current === generation) for (const field of fields) field.inviteDrawing();
 }
 
 /** Return the form's tensors and values. Shows all errors in the form, and throws the first one. */
