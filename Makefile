@@ -36,7 +36,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers test-cluster page check fmt
-.PHONY: client clients test-clients test-triton bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
+.PHONY: diagrams client clients test-clients test-triton bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,7 +95,7 @@ test-cluster: $(VENV)/.dev ## Install on the current cluster, which CLUSTER_CONT
 containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/project/test_containers.py $(ARGS)
 
-# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/use/page.md.
+# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=FOLDER keeps a picture of each view.
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/capabilities/page/test_page.py $(ARGS)
 
@@ -205,6 +205,14 @@ site: $(SITE)/.ready ## Build the documentation site in build/site
 	@rm -rf build/docs && $(SITE)/bin/python -m deploy.site.prepare build/docs
 	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
 	@echo "the site is in build/site"
+
+# Draw the diagrams of docs/ as SVG in docs/images/diagrams, which the guide shows; a test compares their sources. It needs Chromium and npm.
+MERMAID := build/node_modules/mermaid/dist/mermaid.min.js
+diagrams: $(VENV)/.dev $(MERMAID) ## Draw the diagrams of the documents
+	@$(BIN)/python -m deploy.site.diagrams $(MERMAID)
+
+$(MERMAID):
+	@npm install --silent --no-save --prefix build mermaid@11.17.2
 
 # Record docs/openapi.json and docs/interface.txt, which tests compare; ARGS=--breaking also records removals.
 interface: $(VENV)/.dev ## Record the public interface

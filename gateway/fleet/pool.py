@@ -240,6 +240,10 @@ class ReplicaPool:
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
 
+    def silent_for_s(self, replica: Replica) -> float:
+        """Return the time since the replica answered a probe."""
+        return self._loop.time() - replica.answered_at
+
     def is_listed(self, model: str, version: str = "") -> bool:
         return any(
             model in replica.index.models

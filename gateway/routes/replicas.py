@@ -38,8 +38,12 @@ REPLICA_SCHEMA = build_object_schema(
             "Models whose requests fail on this replica and not on the others; it gets few of them.",
         ),
         "reason": STRING_SCHEMA,
+        "silent_for_s": {
+            "type": "number",
+            "description": "Seconds since the last answer to a probe, of a replica that answers none.",
+        },
     },
-    optional=("cordoned", "ejected_for_s", "failing_models", "reason"),
+    optional=("cordoned", "ejected_for_s", "failing_models", "reason", "silent_for_s"),
     title="Replica",
 )
 REPLICA_LIST_RESPONSES = build_responses(
@@ -105,6 +109,8 @@ def build_replica_description(
         description["cordoned"] = True
     if state is HealthState.EJECTED:
         description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
+    if state in (HealthState.SLOW, HealthState.DOWN) and replica.answered_at:
+        description["silent_for_s"] = round(pool.silent_for_s(replica), 1)
     failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
     if failing_models := list(failing):
         description["failing_models"] = failing_models

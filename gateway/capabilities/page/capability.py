@@ -17,9 +17,8 @@ def attach_page(settings: Settings) -> Attachment | None:
     from gateway.access.auth import PathRules
     from gateway.capabilities.page.routes import PageRoutes
 
-    routes = PageRoutes()
     paths = PathRules(public=frozenset(("/guide",)), public_prefixes=("/static/", "/guide/"))
-    return Attachment(routes.routers, paths=paths)
+    return Attachment(PageRoutes().routers, paths=paths)
 
 
 def announce_page(plan: LaunchPlan) -> None:

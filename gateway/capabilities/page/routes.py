@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from gateway.capabilities.capability import SignIn
-from gateway.capabilities.page.guide import METHODS, GuideRoutes
+from gateway.capabilities.page.guide import METHODS, UI_SECURITY_POLICY, Guide
 from gateway.errors import NotFound
 from gateway.headers import list_accepted_types
 from gateway.messages import quote_text
@@ -22,21 +22,12 @@ from gateway.routes.assets import (
     load_assets,
 )
 
-# Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
-UI_SECURITY_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
-)
-CONNECT_SOURCES: Final = "connect-src 'self'"
-NO_SIGN_IN: Final = SignIn("", "")
 # Parts of the page that use capabilities, which can be absent, and a path of each.
 FEATURES: Final = {
     "jobs": "/v1/jobs",
     "files": "/v1/models/{model}/files",
     "labels": "/v1/models/{model}/labels/{label}",
 }
-HTML_TYPE: Final = "text/html"
 
 
 class PageRoutes:
@@ -48,13 +39,12 @@ class PageRoutes:
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.get_page, methods=METHODS)
         router.add_api_route("/static/{name:path}", self.get_static_file, methods=METHODS)
-        guide = GuideRoutes(self._assets["guide.html"], UI_SECURITY_POLICY)
-        self.routers = (router, guide.router)
+        self.routers = (router, Guide(self._assets["guide.html"]).router)
 
     async def get_page(self, request: Request) -> Response:
         """Return the page if `Accept` contains `text/html`, else what a program gets."""
-        sign_in: SignIn = request.app.sign_in or NO_SIGN_IN
-        if HTML_TYPE in list_accepted_types(request.headers.get("accept", "")):
+        sign_in: SignIn = request.app.sign_in or SignIn("", "")
+        if "text/html" in list_accepted_types(request.headers.get("accept", "")):
             if self._page is None:
                 self._page = fill_placeholders(
                     self._assets["index.html"],
@@ -77,8 +67,8 @@ class PageRoutes:
 def build_policy(issuer: str) -> str:
     """Return the policy of the page, which asks the issuer for a token."""
     parts = urlsplit(issuer)
-    allowed = f"{CONNECT_SOURCES} {parts.scheme}://{parts.netloc}" if issuer else CONNECT_SOURCES
-    return UI_SECURITY_POLICY.replace(CONNECT_SOURCES, allowed)
+    origin = f" {parts.scheme}://{parts.netloc}" if issuer else ""
+    return UI_SECURITY_POLICY.replace("connect-src 'self'", f"connect-src 'self'{origin}")
 
 
 def find_features(app: FastAPI) -> list[str]:

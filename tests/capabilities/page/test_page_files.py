@@ -10,6 +10,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from deploy.site.diagrams import PICTURES, describe_source, list_diagrams
 from tests.support.nginx import serve_below_prefix
 from tests.support.servers import ROOT, gateway_before
 
@@ -17,7 +18,6 @@ STATIC = ROOT / "gateway/capabilities/page/static"
 DOCS = ROOT / "gateway/routes/static/docs"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 VENDORED = (
-    *(STATIC / "vendor" / name for name in ("uPlot.esm.js", "uPlot.min.css")),
     STATIC / "vendor" / "Inter.latin.woff2",
     *(DOCS / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
     AXE,
@@ -40,7 +40,7 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     page = client.get("/", headers=BROWSER)
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert '<a href="guide/" rel="noreferrer">Guide</a>' in page.text
+    assert '<a class="to-guide" href="guide/">Guide</a>' in page.text
     assert (
         '<html lang="en" data-features="files labels" data-issuer="" data-client-id="">'
         in page.text
@@ -81,6 +81,29 @@ def test_guide_has_the_documents_whose_links_lead_to_each_other(client: httpx.Cl
         path, _, anchor = link.partition("#")
         assert path in ("/", "/docs") or not anchor or f'id="{anchor}"' in pages[path], link
     assert not [path for path in pages if re.search(r"<script>| style=", pages[path])]
+    # The search has all documents in the order of the index; what it does not name comes last.
+    found = [*client.get("/guide/search.json").json()]
+    assert sorted(found) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")
+    )
+    index = (ROOT / "docs/index.md").read_text()
+    places = [index.find(f"]({name}") for name in found]
+    named = [place for place in places if place >= 0]
+    assert places == sorted(named) + [-1] * (len(places) - len(named))
+    for name in re.findall(r'"((?:use|serve|operate)/[^"]+\.md)"', read_scripts()):
+        assert f"/guide/{name}" in pages
+
+
+def test_each_diagram_of_the_guide_has_its_picture() -> None:
+    """`make diagrams` draws them again."""
+    diagrams = dict(list_diagrams())
+    assert set(PICTURES.iterdir()) == diagrams.keys()
+    for path, source in diagrams.items():
+        assert path.read_text().startswith(describe_source(source)), path
+
+
+def read_scripts() -> str:
+    return "".join(path.read_text() for path in STATIC.glob("*.js"))
 
 
 def test_pages_below_the_prefix_of_a_proxy_name_nothing_outside_it(client: httpx.Client) -> None:
@@ -172,12 +195,11 @@ def test_page_can_be_switched_off() -> None:
 
 def test_vendored_files_are_as_published() -> None:
     documented = (ROOT / "requirements/README.md").read_text()
-    assert len(VENDORED) == 6
+    assert len(VENDORED) == 4
     for path in VENDORED:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
-    assert VENDORED[2].stat().st_size < 60 << 10
+    assert VENDORED[0].stat().st_size < 60 << 10
     assert "SIL Open Font License" in (STATIC / "vendor" / "Inter.LICENSE.txt").read_text()
-    assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
     assert "Apache License" in (DOCS / "swagger-ui.LICENSE.txt").read_text()
     assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
 

@@ -32,6 +32,13 @@ function show(state, elements, document = null) {
   $("json-button").setAttribute("aria-pressed", "false");
   $("response-tools").hidden = document === null;
   $("response-body").replaceChildren(...elements);
+  showTime(null);
+}
+
+/** Show where the time of this model goes; null hides it. */
+export function showTime(shares) {
+  $("response-time").hidden = !shares;
+  $("response-time").replaceChildren(...(shares ? [el("h4", { text: "Where the time goes" }), shares] : []));
 }
 
 const setState = (state) => setText($("response-state"), state);
@@ -239,7 +246,10 @@ const findText = (input) => input.map(({ method, texts, values, number }) => (me
 function renderThumbnail(input) {
   const file = findFile(input);
   const picture = file ? URL.createObjectURL(file) : findDrawing(input);
-  return picture ? el("img", { alt: "", src: picture }) : findText(input).slice(0, 3) || "…";
+  if (!picture) return findText(input).slice(0, 3) || "…";
+  const image = el("img", { alt: "", src: picture });
+  image.addEventListener("error", () => image.replaceWith("…"));
+  return image;
 }
 
 /** Choose an entry for the comparison, or no longer; of more than two, the last ones. */

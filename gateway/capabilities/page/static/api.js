@@ -4,6 +4,9 @@ import { $, el, icon, setText, showNotice } from "./dom.js";
 
 const STORAGE_KEY = "triton-gateway-key";
 
+/** The relative path to `/`, which can be below the prefix of a proxy. */
+export const ROOT = document.documentElement.dataset.root ?? "";
+
 /** Whether GATEWAY_OIDC_CLIENT_ID is set. */
 export const canSignIn = Boolean(document.documentElement.dataset.clientId);
 
@@ -36,10 +39,12 @@ function recordAnswer(isAnswered) {
 }
 
 let token = ""; // of a sign-in, which ends with the page
+let refusal = null; // the ApiError that refused the key, or that there is none
 
 export const key = {
   get: () => token || (sessionStorage.getItem(STORAGE_KEY) ?? ""),
   set: (value) => {
+    setRefusal(null);
     token = "";
     if (value) sessionStorage.setItem(STORAGE_KEY, value);
     else sessionStorage.removeItem(STORAGE_KEY);
@@ -49,21 +54,34 @@ export const key = {
   },
 };
 
+/** Whether the gateway wants another key, before which the page asks for nothing and shows nothing. */
+export const isLocked = () => refusal !== null;
+
+function setRefusal(error) {
+  refusal = error;
+  document.body.classList.toggle("locked", isLocked());
+  updateKeyButton();
+}
+
 /**
  * Return a successful response. Paths are relative, because the page can be below the prefix of a proxy. Throws `ApiError` or
  * `GatewayUnreachable`, or an AbortError if the signal stops it.
  */
 export async function call(path, options = {}) {
+  if (refusal) throw refusal;
+  const usedKey = key.get();
   const headers = new Headers(options.headers);
-  if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
-  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" }).catch((error) => {
+  if (usedKey) headers.set("Authorization", `Bearer ${usedKey}`);
+  const response = await fetch(ROOT + path, { ...options, headers, credentials: "omit", cache: "no-store" }).catch((error) => {
     if (error.name === "AbortError") throw error;
     recordAnswer(false);
     throw new GatewayUnreachable();
   });
   recordAnswer(true);
   if (response.ok) return response;
-  throw new ApiError(response.status, await response.json().catch(() => ({})));
+  const error = new ApiError(response.status, await response.json().catch(() => ({})));
+  if (error.status === 401 && usedKey === key.get()) setRefusal(error);
+  throw error;
 }
 
 export const getJson = async (path, options) => (await call(path, options)).json();
@@ -80,9 +98,8 @@ export const listModels = async (isComplete = false) => (await getJson(`v1/model
 /** Replica → its last states that this page read, oldest first. */
 export let seenStates = new Map();
 export const MAX_SEEN_STATES = 60;
-const WORKING = new Set(["UP", "SLOW"]);
 
-export const isWorking = (replica) => WORKING.has(replica.state) && !replica.cordoned;
+export const isWorking = (replica) => replica.state === "UP" && !replica.cordoned;
 
 export async function listReplicas() {
   const { replicas } = await getJson("v1/replicas");
@@ -191,54 +208,54 @@ export function errorMessage(error) {
   return error instanceof TypeError ? "The connection to the gateway was lost." : toSentence(error.message);
 }
 
-/** Return what helps against an error: `[label, action]`; null if nothing on this page does. */
-function findRemedy(error, useAnotherKey) {
-  const [view] = location.hash.slice(1).split("/");
-  if (error.needsKey) return useAnotherKey ? ["Use another key", useAnotherKey] : null;
-  if (error.body?.code === "NO_REPLICA" && view !== "fleet") return ["Open Fleet", () => { location.hash = "fleet"; }];
-  if (error.body?.code === "MODEL_NOT_FOUND") return ["Choose another", () => { location.hash = view || "try"; }];
+/** Return what helps against an error; null if nothing on this page does. */
+function renderRemedy(error) {
+  if (error.needsKey) return el("button", { type: "button", text: key.get() ? "Use another key" : "Enter a key", onclick: changeKey });
+  if (error.body?.code === "NO_REPLICA" && !location.hash.startsWith("#fleet")) return el("a", { class: "button", href: "#fleet", text: "Open Fleet" });
   return null;
 }
 
 /** Show an error above a view. A gateway that does not answer is shown above every view (main.js). */
-export function showErrorNotice(element, error, useAnotherKey) {
-  if (error instanceof GatewayUnreachable) return;
-  showNotice(element, errorMessage(error), ...(findRemedy(error, useAnotherKey) ?? []));
+export function showErrorNotice(element, error) {
+  if (!(error instanceof GatewayUnreachable)) showNotice(element, errorMessage(error), renderRemedy(error) ?? "");
 }
 
 /** Return a box with the error, what helps against it, and its code. */
 export function renderError(error) {
-  const [label, action] = findRemedy(error) ?? [];
   const { code, request_id: id } = error.body ?? {};
   const copy = id ? el("button", { type: "button", text: "Copy request id", title: id, onclick: () => navigator.clipboard?.writeText(id) }) : null;
   return el("div", { class: "error-box" }, icon("alert"),
     el("div", {},
       el("strong", { text: errorMessage(error) }),
-      el("div", { class: "line" },
-        code ? el("code", { text: `${code} · ${error.status}` }) : null,
-        action ? el("button", { type: "button", text: label, onclick: action }) : null,
-        copy)));
+      el("div", { class: "line" }, code ? el("code", { text: `${code} · ${error.status}` }) : null, renderRemedy(error), copy)));
 }
 
 // The dialog that prompts for the key.
 
 let resolvePrompt = null;
+let onKeyChange = null;
+
+/** Prompt for a key, and show everything again with it. */
+export const changeKey = async () => (await promptForKey(refusal?.message)) && onKeyChange();
 
 /** The API's advice about headers is for programs. */
 const explain = (message) => toSentence(message.split(/[:;] /)[0]);
 
 /** Who needs no key sees nothing of keys. */
 function updateKeyButton() {
-  if (key.get() || resolvePrompt) $("key-button").hidden = false;
-  setText($("key-button"), key.get() ? "Key: set" : "Key: none");
+  if (!$("key-button")) return; // on a page of the guide
+  if (key.get() || isLocked()) $("key-button").hidden = false;
+  setText($("key-button"), !key.get() ? "Enter a key" : isLocked() ? "Key: not accepted" : "Key: set");
+  $("key-button").classList.toggle("bad", isLocked() && Boolean(key.get()));
 }
 
 /** Prompt for a key. Resolves to true if the key was changed. Only one prompt can be open. */
 export function promptForKey(message = "") {
   if (resolvePrompt) return Promise.resolve(false);
-  setText($("key-reason"), explain(message));
-  setText($("key-error"), "");
-  $("key-reason").hidden = !message;
+  const isWrongKey = isLocked() && Boolean(key.get());
+  setText($("key-reason"), isWrongKey ? "" : explain(message));
+  setText($("key-error"), isWrongKey ? `This key is not accepted. ${explain(refusal.message)}` : "");
+  $("key-reason").hidden = !message || isWrongKey;
   $("key-remove").hidden = !key.get();
   $("key").value = "";
   $("key-dialog").showModal();
@@ -258,6 +275,7 @@ function closePrompt(isChanged) {
 
 /** `onChange` is called when the user sets or removes the key. */
 export function startKeyDialog(onChange) {
+  onKeyChange = onChange;
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const entered = $("key").value.trim();
@@ -282,7 +300,7 @@ export function startKeyDialog(onChange) {
     event.preventDefault();
     closePrompt(false);
   });
-  $("key-button").addEventListener("click", async () => (await promptForKey()) && onChange());
+  $("key-button").addEventListener("click", changeKey);
   updateKeyButton();
 }
 

@@ -22,6 +22,8 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
+export const isMac = () => /Mac|iPhone|iPad/.test(navigator.platform);
+
 const ICONS = {
   undo: "M6 3 3 6l3 3M3 6h6.5a3.5 3.5 0 0 1 0 7H6",
   clear: "m4 4 8 8m0-8-8 8",
@@ -46,13 +48,35 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Show a notice above a view, optionally with a button. An empty text hides it. */
-export function showNotice(element, text = "", label = "", action = null) {
+/** Copy the text of an element, or select it where the clipboard cannot be used, as on pages without TLS. */
+export async function copyText(element, status) {
+  try {
+    await navigator.clipboard.writeText(element.textContent);
+    setText(status, "copied");
+  } catch {
+    getSelection().selectAllChildren(element);
+    setText(status, "selected; use the keyboard to copy");
+  }
+}
+
+/** Render a command with a button that copies it. */
+export function renderCommand(command) {
+  const code = el("pre", { tabindex: "0", text: command });
+  const status = el("span", { class: "small", role: "status" });
+  return el("div", { class: "command" }, code, el("div", { class: "line" },
+    el("button", { type: "button", text: "Copy", "aria-label": `Copy ${command.split("\n")[0]}`, onclick: () => copyText(code, status) }), status));
+}
+
+/** Render what a view shows while it has nothing: a sentence, a command, and a link. */
+export const renderEmpty = (heading, sentence, ...rest) =>
+  el("div", { class: "card empty" }, el("h3", { text: heading }), el("p", { class: "quiet", text: sentence }), ...rest);
+
+/** Show a notice above a view, optionally with links and buttons. An empty text hides it. */
+export function showNotice(element, text = "", ...remedies) {
   if (element.dataset.text === text) return;
   element.dataset.text = text;
   element.hidden = !text;
-  element.replaceChildren(text);
-  if (action) element.append(" ", el("button", { type: "button", text: label, onclick: action }));
+  element.replaceChildren(text, ...remedies);
 }
 
 /** Update the children of an element, one for each item. Children with the same key are reused, which keeps the focus. */

@@ -41,6 +41,14 @@ export class Drawing {
     this.paint();
   }
 
+  /** Show a picture faintly until the user draws. */
+  showGhost(file) {
+    const ghost = el("img", { class: "ghost", alt: "", src: URL.createObjectURL(file) });
+    ghost.addEventListener("error", () => ghost.remove());
+    this.stage.insertBefore(ghost, this.hint);
+    setText(this.hint, "Draw your own");
+  }
+
   /** Run while the user draws, unless the user chose otherwise: for a model that answers quickly. */
   suggestLive() {
     if (!this.isLiveChosen) this.live.checked = true;
@@ -151,6 +159,7 @@ export class Drawing {
     const context = this.canvas.getContext("2d");
     const [paper, ink] = this.isInverted ? ["#000", "#fff"] : ["#fff", "#000"];
     this.hint.hidden = !this.isEmpty;
+    if (!this.isEmpty) this.stage.querySelector(".ghost")?.remove();
     this.stage.classList.toggle("inverted", this.isInverted);
     context.fillStyle = paper;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);

@@ -18,26 +18,23 @@ export function reset() {
 
 export async function show(requested) {
   try {
-    if (requested) models.choose(requested);
-    await models.load();
-    const name = requested || models.findChosen();
-    showNotice($("files-view-notice"), name ? "" : "There is no model yet.");
-    if (!name) return reset();
-    models.choose(name);
-    const model = models.findModel(name);
-    models.showHead(model && models.isUsable(model) ? await api.withKey(() => api.describeModel(name)) : model ?? { name });
+    const model = await models.open(requested, $("files-view-notice"));
+    if (!model) return reset();
+    const { name } = model;
+    models.showHead(models.isUsable(model) ? await api.withKey(() => api.describeModel(name)) : model);
     upload.allow(() => show(name), name);
     draw(name, (await api.withKey(() => api.getJson(`${api.modelPath(name)}/files`))).files);
+    showNotice($("files-view-notice"));
   } catch (error) {
     reset();
-    api.showErrorNotice($("files-view-notice"), error, async () => (await api.promptForKey()) && show(requested));
+    api.showErrorNotice($("files-view-notice"), error);
   }
 }
 
 /** Group the files by the folders of versions; those of the whole model come first. */
 function groupFiles(files) {
   const groups = new Map([["", []]]);
-  for (const file of files) {
+  for (const file of files.filter(({ path }) => !path.endsWith("/.gitkeep"))) {
     const [folder, ...rest] = file.path.split("/");
     const version = rest.length && /^\d+$/.test(folder) ? folder : "";
     groups.set(version, [...(groups.get(version) ?? []), file]);

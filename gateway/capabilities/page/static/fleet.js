@@ -13,12 +13,14 @@ const MAINTENANCE = {
   drain: ["Drain", "Draining…", "is drained: it has no requests, and gets no new ones."],
   uncordon: ["Uncordon", "Uncordoning…", "gets requests again."],
 };
+const silences = new Map(); // replica → when it answered last
 const maintained = new Map(); // replica → action in progress
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
 const names = new Map(); // by model: the cell with its link and its report, for the same reason
-const reports = new Map(); // model → {text, isFailure} of its last action, until the view is shown again
+const reports = new Map(); // model → {summary, replicas} of its last action, until the view is shown again
 const busy = new Map(); // model → action in progress
+const MAX_NAMED = 5; // models that could not be loaded
 const FILTERS = { all: "All", failed: "Failed", ready: "Ready", asleep: "On demand", off: "Not loaded" };
 let stateFilter = "all";
 let shownModels = [];
@@ -36,7 +38,7 @@ export function start() {
 
 export function show() {
   reports.clear();
-  return refresh();
+  return refresh(api.withKey);
 }
 
 /** Remove everything that was loaded with another key. */
@@ -53,24 +55,18 @@ export function reset() {
   events.reset();
 }
 
-/** Without a replica that works, the models are unknown, but the replicas say why. */
-export async function refresh() {
-  const [listed, replicas] = await Promise.allSettled([models.refresh(), api.listReplicas()]);
+/** Without a replica that works, the models are unknown, but the replicas say why. `ask` may prompt for a key. */
+export async function refresh(ask = (action) => action()) {
+  const [listed] = await Promise.allSettled([ask(() => models.refresh())]);
+  const [replicas] = await Promise.allSettled([api.listReplicas()]);
   const isRefused = Boolean(replicas.reason?.needsKey);
   const error = listed.reason ?? (isRefused ? null : replicas.reason);
   shownModels = listed.value ?? shownModels;
-  if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
   await events.refresh(Boolean(replicas.value));
-  if (error) api.showErrorNotice($("fleet-notice"), error, useAnotherKey);
-  else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
+  if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
+  if (error) api.showErrorNotice($("fleet-notice"), error);
+  else if (isRefused) api.showErrorNotice($("fleet-notice"), new api.ApiError(403, { error: "Viewing replicas requires an administrator's key." }));
   else showNotice($("fleet-notice"), shownModels.length ? "" : api.hasFeature("files") ? "The repository has no models yet. Drop a model file here, or choose one." : "The repository has no models yet.");
-}
-
-async function useAnotherKey() {
-  if (await api.promptForKey()) {
-    reset();
-    await refresh();
-  }
 }
 
 function draw(listed, replicas) {
@@ -108,18 +104,42 @@ function drawTiles(listed, replicas) {
   });
 }
 
-/** Say what is wrong first, in one place. */
+/** Say what is wrong first, since when, and what happens to requests. */
 function drawProblems(listed, replicas) {
-  const lost = replicas.filter(({ state }) => state === "DOWN");
-  const others = replicas.length - lost.length;
-  const failed = listed.filter(isFailed).map(({ name }) => name);
-  const sentences = [
-    ...lost.map(({ address, reason }) => api.toSentence(`${address} is down${reason ? `: ${reason}` : ""}`)),
-    lost.length ? `Requests go to ${others ? `the other ${others === 1 ? "replica" : `${others} replicas`}` : "no replica"}.` : "",
-    failed.length ? `${countOf(failed.length, "model")} could not be loaded: ${failed.join(", ")}.` : "",
+  const working = replicas.filter(api.isWorking).length;
+  const failed = listed.filter(isFailed);
+  const problems = [
+    ...replicas.filter((replica) => findSilence(replica) || replica.state !== "UP").map((replica) => renderReplicaProblem(replica, working)),
+    ...failed.slice(0, MAX_NAMED).map(({ name }) => renderModelProblem(name)),
+    failed.length > MAX_NAMED ? el("li", { text: `${failed.length - MAX_NAMED} more models could not be loaded.` }) : null,
   ].filter(Boolean);
-  $("problems").hidden = !sentences.length;
-  setText($("problems").lastElementChild, sentences.join(" "));
+  const list = $("problems").lastElementChild;
+  $("problems").hidden = !problems.length;
+  $("problems").classList.toggle("warn", replicas.length > 0 && working > 0 && !failed.length);
+  // What has not changed is not drawn again, because screen readers read it aloud.
+  if (list.textContent !== problems.map(({ textContent }) => textContent).join("")) list.replaceChildren(...problems);
+}
+
+const formatTime = (at) => at.toLocaleTimeString([], { hourCycle: "h23" });
+
+/** Return since when a replica has not answered, which is computed once. */
+function findSilence({ address, silent_for_s: silentS }) {
+  if (silentS === undefined) silences.delete(address);
+  else if (!silences.has(address)) silences.set(address, new Date(Date.now() - 1000 * silentS));
+  return silences.has(address) ? ` since ${formatTime(silences.get(address))}` : "";
+}
+
+function renderReplicaProblem(replica, working) {
+  const { address, state, reason = "" } = replica;
+  const since = findSilence(replica);
+  const words = { DOWN: ` is down${since}`, SLOW: ` has not answered probes${since}`, EJECTED: " gets no requests for a while, because they failed" }[state];
+  const others = working ? `Requests go to the other ${working === 1 ? "replica" : `${working} replicas`}.` : "No replica answers requests.";
+  return el("li", {}, el("strong", { text: address }), `${words}${state !== "SLOW" && reason ? `: ${reason}` : ""}. ${others}`);
+}
+
+function renderModelProblem(name) {
+  const at = events.findFailureTime(name);
+  return el("li", {}, el("a", { href: `#versions/${encodeURIComponent(name)}`, text: name }), ` could not be loaded${at ? ` at ${formatTime(at)}` : ""}.`);
 }
 
 const STATE_WORDS = { UP: "Up", SLOW: "Slow", EJECTED: "Ejected", DOWN: "Down" };
@@ -197,15 +217,16 @@ function nameCell(model) {
   const { name, title = "" } = model;
   if (!names.has(name)) {
     const link = el("a", { href: `#model/${encodeURIComponent(name)}`, text: name });
-    names.set(name, el("div", {}, link, el("div", { class: "small" }), el("div", { class: "report long bad" }), el("div")));
+    names.set(name, el("div", {}, link, el("div", { class: "small" }), el("div", { class: "report long bad" }),
+      el("details", { class: "report long" }, el("summary"), el("div"))));
   }
-  const [, heading, failure, line] = names.get(name).children;
+  const [, heading, failure, details] = names.get(name).children;
+  const { summary = "", replicas = "" } = reports.get(name) ?? {};
   setText(heading, title);
-  setText(failure, models.findFailure(model) ?? "");
-  const { text = "", isFailure = false } = reports.get(name) ?? {};
-  line.className = isFailure ? "report long bad" : "report long";
-  line.hidden = !text;
-  setText(line, text);
+  setText(failure, api.toSentence(models.findFailure(model) ?? ""));
+  details.hidden = !summary;
+  setText(details.firstChild, summary);
+  setText(details.lastChild, replicas);
   return names.get(name);
 }
 
@@ -317,12 +338,13 @@ async function runAction(model, action, parameters = {}) {
   }
 }
 
-/** Show the result on each replica in the row of the model, and as a toast. Failures can have a report, too. */
+/** Show the result on each replica in the row of the model, which also has the reason of a failure, or else as a toast. */
 function showReport(model, action, document, failure = "") {
   const participle = action === "load" ? "loaded" : "unloaded";
-  const heading = failure ? `could not be ${participle} on every replica` : `is ${participle} on every replica`;
+  const heading = failure ? `could not be ${participle}` : `is ${participle} on every replica`;
   const replicas = Object.entries(document.replicas ?? {}).map(([address, { state, reason }]) => `${address} ${state}${reason ? ` (${reason})` : ""}`);
-  const text = [`${heading}:`, failure, replicas.join(", ")].filter(Boolean).join(" ");
-  reports.set(model, { text: `${text[0].toUpperCase()}${text.slice(1)}`, isFailure: Boolean(failure) });
-  showToast(failure ? `${model} ${heading}: ${failure}` : `${model} ${heading}.`, Boolean(failure));
+  const summary = replicas.length ? countOf(replicas.length, "replica") : failure;
+  reports.set(model, { summary, replicas: replicas.join("\n") });
+  if (!failure) showToast(`${model} ${heading}.`);
+  else if (!replicas.length) showToast(`${model} ${heading}: ${failure}`, true);
 }

@@ -215,6 +215,15 @@ export class Field {
     this.onChange();
   }
 
+  /** Let the user draw in place of the file of an example, which stays visible faintly. */
+  inviteDrawing() {
+    if (this.method !== "file" || !this.drawing?.isEmpty) return;
+    this.drawing.showGhost(this.selectedFiles[0]);
+    this.clearFiles();
+    this.selectMethod("draw");
+    this.onChange();
+  }
+
   clearFiles() {
     this.selectedFiles = [];
     setText(this.fileStatus, "");

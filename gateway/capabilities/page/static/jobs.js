@@ -1,7 +1,8 @@
 // The jobs of this key, or with an administrator's key of all: their states, progress and results.
 
 import * as api from "./api.js";
-import { $, el, setText, showNotice, showToast, updateRows } from "./dom.js";
+import { $, el, renderCommand, renderEmpty, setText, showNotice, showToast, updateRows } from "./dom.js";
+import * as models from "./models.js";
 
 const SHOWN = 100;
 const COLUMNS = ["Job", "Model", "State", "Progress", "Created", "Actions"];
@@ -15,22 +16,37 @@ export function start() {
   $("jobs-table").tHead.append(el("tr", {}, ...COLUMNS.map((text) => el("th", { scope: "col", text }))));
 }
 
-export const show = () => refresh();
+export async function show() {
+  await refresh(api.withKey);
+}
 
 export function reset() {
   $("jobs-table").tBodies[0].replaceChildren();
+  $("jobs-empty").replaceChildren();
   controls.clear();
 }
 
-export async function refresh() {
+export async function refresh(ask = (action) => action()) {
   try {
-    const { jobs } = await api.getJson(`v1/jobs?limit=${SHOWN}`);
+    const { jobs } = await ask(() => api.getJson(`v1/jobs?limit=${SHOWN}`));
     $("jobs-card").hidden = !jobs.length;
+    $("jobs-empty").hidden = jobs.length > 0;
+    if (!jobs.length && !$("jobs-empty").firstChild) await showNoJobs();
     updateRows($("jobs-table").tBodies[0], jobs, ({ id }) => id, cellsOf);
-    showNotice($("jobs-notice"), jobs.length ? "" : "There are no jobs. A request with the header Prefer: respond-async becomes one.");
+    showNotice($("jobs-notice"));
   } catch (error) {
-    api.showErrorNotice($("jobs-notice"), error, async () => (await api.promptForKey()) && refresh());
+    api.showErrorNotice($("jobs-notice"), error);
   }
+}
+
+/** Say how a request becomes a job, with one to copy. */
+async function showNoJobs() {
+  await models.load().catch(() => {}); // without the right to infer, there is no model to name
+  const address = new URL(`v1/models/${models.findChosen() || "MODEL"}/infer`, document.baseURI).href;
+  const authorization = api.key.get() ? ' -H "Authorization: Bearer $KEY"' : "";
+  $("jobs-empty").replaceChildren(renderEmpty("No jobs yet", "A request with one more header becomes a job: its answer waits here until you fetch it, whatever happens to the connection.",
+    renderCommand(`curl -H 'Prefer: respond-async'${authorization} \\\n  --data-binary @input \\\n  ${address}`),
+    el("p", {}, el("a", { href: new URL("use/jobs.md", document.querySelector(".to-guide").href).href, text: "How jobs work" }))));
 }
 
 function cellsOf(job) {

@@ -1,9 +1,9 @@
 // The live view: rates and latencies, calculated from /metrics.
 
 import * as api from "./api.js";
-import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { Chart, formatTime } from "./chart.js";
+import { $, el, renderEmpty, setText, showNotice, updateRows } from "./dom.js";
 import { formatRange, increase, parseSamples, quantile, quantileRange, sumBy } from "./metrics.js";
-import uPlot from "./vendor/uPlot.esm.js";
 import { describeVersion } from "./versions.js";
 
 const BUCKET = "gateway_request_duration_seconds_bucket";
@@ -20,22 +20,23 @@ const KEPT_S = 3600;
 const IDLE = { requests: 0, errors: 0, ranges: [], quantiles: QUANTILES.map(() => null) };
 const ALL = "";
 const FIRST_INTERVAL_MS = 400;
+const LATENCY_SHARE = 0.95; // of the latencies that the axis has room for
 
 let previous = null; // the last metrics: {at, samples}
 let history = []; // {at, models}: since the view was first shown, also while another one is
 let rangeS = RANGES[0][1];
 let knownModels = []; // models with requests
+let listedCount = 0; // of all models that this key may see
 let charts = [];
 let labelsOf = new Map(); // model → its version labels
 
 export function start() {
-  document.head.append(el("link", { rel: "stylesheet", href: "static/vendor/uPlot.min.css" }));
+  charts = [new Chart($("rate-chart"), ["bad", "accent"], showPoint), new Chart($("latency-chart"), ["accent", "accent dashed", "plain"], showPoint, LATENCY_SHARE)];
   $("live-model").addEventListener("change", draw);
   $("live-range").append(...RANGES.map(([text, seconds]) => el("label", {},
     el("input", { type: "radio", name: "live-range", value: seconds, checked: seconds === rangeS, onchange: () => { rangeS = seconds; draw(); } }), text)));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { destroyCharts(); draw(); });
-  addEventListener("themechange", () => { destroyCharts(); draw(); });
-  addEventListener("resize", () => { destroyCharts(); draw(); });
+  $("live-empty").append(renderEmpty("No requests since this view was opened", "Send one, and see here how many there are, how long they take, and which replica answers them.",
+    el("a", { class: "button", href: "#try", text: "Try a model" })));
 }
 
 export function reset() {
@@ -44,14 +45,13 @@ export function reset() {
   knownModels = [];
   $("live-model").replaceChildren(el("option", { value: ALL, text: "All models" }));
   for (const id of ["by-model", "by-priority", "by-version", "by-replica"]) $(id).tBodies[0].replaceChildren();
-  destroyCharts();
 }
 
 /** Fetch the metrics twice in quick succession at first, because rates need two pages. */
 export async function show() {
   const isFirst = previous === null;
   draw();
-  await refresh();
+  await refresh(api.withKey);
   if (isFirst) setTimeout(refresh, FIRST_INTERVAL_MS);
 }
 
@@ -65,20 +65,25 @@ async function readMetrics() {
   addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING, WAITED, ...QUEUE]) });
 }
 
-export async function refresh() {
+/** `ask` may prompt for a key. */
+export async function refresh(ask = (action) => action()) {
   try {
-    labelsOf = await readLabels();
+    labelsOf = await ask(readLabels);
     await readMetrics();
     showNotice($("live-notice"));
   } catch (error) {
-    const retry = async () => { if (await api.promptForKey()) { reset(); await refresh(); } };
-    api.showErrorNotice($("live-notice"), error, retry);
+    $("live-empty").hidden = true;
+    api.showErrorNotice($("live-notice"), error);
   }
 }
 
 /** Return the version labels by model; none for a key that sees metrics only. */
 async function readLabels() {
-  const models = await api.listModels().catch(() => []);
+  const models = await api.listModels().catch((error) => {
+    if (api.isLocked()) throw error;
+    return [];
+  });
+  listedCount = models.length;
   return new Map(models.map((model) => [model.name, model.labels]));
 }
 
@@ -161,7 +166,7 @@ function updateTables(models, replicas) {
     for (const [name, { requests }] of point.models) totals.set(name, (totals.get(name) ?? 0) + requests);
   }
   const busy = named.filter(([name]) => totals.has(name)).sort(([a], [b]) => totals.get(b) - totals.get(a));
-  const idleCount = named.length - busy.length;
+  const idleCount = Math.max(listedCount, named.length) - busy.length;
   setText($("idle-models"), idleCount ? `${idleCount} ${idleCount === 1 ? "model" : "models"} without requests in this time` : "");
   updateRows($("by-model").tBodies[0], busy, ([model]) => model, ([model, stats]) =>
     [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map(rangeCell)]);
@@ -209,61 +214,31 @@ function draw() {
   const model = $("live-model").value;
   const points = shown.map(({ models }) => models.get(model) ?? IDLE);
   const column = (select) => points.map(select);
-  const isEmpty = !history.some(({ models }) => models.has(ALL));
+  const isEmpty = !history.some(({ models }) => models.get(ALL)?.requests);
   $("live-charts").hidden = $("by-model-part").hidden = isEmpty;
-  if (isEmpty) {
-    setText($("live-now"), "No requests yet. Send one under Models, and see it here.");
-    return;
-  }
+  $("live-empty").hidden = !isEmpty;
+  $("live-range").hidden = $("live-model").hidden = isEmpty;
+  if (isEmpty) return;
   const times = shown.map((point) => point.at);
   const hasErrors = points.some(({ errors }) => errors > 0);
   $("errors-legend").hidden = !hasErrors;
   const data = [
     // Errors are drawn first, below the requests, and only if there were any: their line would hide the other at 0.
-    [times, hasErrors ? column((stats) => stats.errors) : times.map(() => null), column((stats) => stats.requests)],
-    [times, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
+    [times, [hasErrors ? column((stats) => stats.errors) : [], column((stats) => stats.requests)]],
+    [times, QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
   ];
-  if (charts.length === 0) charts = [createChart("rate-chart", [["danger"], ["accent"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
-  charts.forEach((chart, index) => chart.setData(data[index]));
+  charts.forEach((chart, index) => chart.setData(...data[index]));
   showPoint(null);
 }
 
 /** Say the values at the point under the mouse, or else the last ones. */
 function showPoint(index) {
+  for (const chart of charts) chart.mark(index);
   const shown = listPoints();
   const point = shown[index ?? shown.length - 1];
   const stats = point && (point.models.get($("live-model").value) ?? IDLE);
   const [p50, , p99] = stats?.ranges ?? [];
   const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
-  const time = index === null || index === undefined ? "" : `${formatTime(point.at)}: `;
+  const time = index === null ? "" : `${formatTime(point.at)}: `;
   setText($("live-now"), stats ? `${time}${stats.requests.toFixed(1)} requests/s, ${stats.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "");
-}
-
-const formatTime = (at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" });
-
-function destroyCharts() {
-  for (const chart of charts) chart.destroy();
-  charts = [];
-}
-
-function createChart(id, lines) {
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  const axis = { stroke: colour("text-2"), grid: { stroke: colour("hairline"), width: 1 }, ticks: { show: false }, font: "12px Inter, system-ui" };
-  const formatTimes = (_, splits) => splits.map(formatTime);
-  const isArea = lines.length === 2; // of the requests
-  const line = ([name, dash]) => ({
-    stroke: colour(name), width: 2, dash, points: { show: false }, fill: isArea && name === "accent" ? `${colour(name)}1f` : undefined,
-  });
-  const options = {
-    width: $(id).clientWidth,
-    height: 220,
-    legend: { show: false },
-    cursor: { y: false, drag: { x: false }, points: { show: false }, sync: { key: "live" } },
-    hooks: { setCursor: [({ cursor }) => showPoint(cursor.idx)] },
-    scales: { y: { range: (_, __, high) => [0, Math.max(high * 1.1, 1)] } },
-    axes: [{ ...axis, space: 90, size: 30, values: formatTimes }, { ...axis, size: 52 }],
-    series: [{}, ...lines.map(line)],
-  };
-  return new uPlot(options, [[], ...lines.map(() => [])], $(id));
 }

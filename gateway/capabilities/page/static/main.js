@@ -4,6 +4,7 @@
 import * as api from "./api.js";
 import { $, setText, showToast } from "./dom.js";
 import * as models from "./models.js";
+import * as search from "./search.js";
 
 const VIEWS = {
   try: { section: "try", link: "#try", load: () => import("./try.js") },
@@ -74,9 +75,9 @@ async function loadOthers() {
 
 async function refreshPeriodically() {
   for (let count = 0; ; count += 1) {
-    if (!document.hidden && count % HEALTH_INTERVAL === 1) await refreshHealth();
+    if (!document.hidden && !api.isLocked() && count % HEALTH_INTERVAL === 1) await refreshHealth();
     await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
-    if (document.hidden) continue;
+    if (document.hidden || api.isLocked()) continue;
     await loaded.get(visible)?.refresh?.();
     if (count % HEALTH_INTERVAL === 2 && visible !== "live") await loaded.get("live")?.record();
   }
@@ -112,16 +113,19 @@ function drawHealth(listed, replicas) {
   if (!replicas) return showHealth("", count);
   const working = replicas.filter(api.isWorking).length;
   const isWhole = working === replicas.length;
-  const text = `${working} of ${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`;
-  showHealth(isWhole ? "" : working ? "warn" : "bad", isWhole ? `${text} · ${count}` : text);
+  const text = `${working} of ${replicas.length}`;
+  const noun = replicas.length === 1 ? "replica" : "replicas";
+  showHealth(isWhole ? "" : working ? "warn" : "bad", text, isWhole ? `${noun} · ${count}` : noun);
 }
 
-function showHealth(kind, text) {
+/** Show the health; a narrow screen shows a problem without its second part. */
+function showHealth(kind, text, rest = "") {
   $("health").hidden = false;
   $("health").className = `health ${kind}`;
   $("health").firstChild.className = `dot ${kind}`;
-  $("health").title = text;
+  $("health").title = `${text} ${rest}`.trim();
   setText($("health-text"), text);
+  setText($("health-rest"), rest);
   const href = kind ? ALERT_ICON : healthyIcon;
   if ($("icon").href !== href) $("icon").href = href;
   document.title = document.title.replace(/^(\(!\) )?/, kind ? "(!) " : "");
@@ -138,7 +142,7 @@ async function watchConnection() {
   for (let failures = 0; ; ) {
     const pause = RETRIES_MS[Math.min(failures, RETRIES_MS.length) - 1] ?? WATCH_MS;
     await new Promise((resolve) => setTimeout(resolve, pause));
-    if (document.hidden) continue;
+    if (document.hidden || api.isLocked()) continue;
     const { isLost, answeredAt } = api.connection;
     // Most views ask the gateway all the time, which is enough while it answers.
     if (isLost || Date.now() - answeredAt >= WATCH_MS) {
@@ -171,6 +175,7 @@ addEventListener("connectionchange", () => {
 });
 $("jobs-link").hidden = !api.hasFeature("jobs");
 models.start();
+search.start();
 if (api.canSignIn) {
   const { finishSignIn } = await import("./sign_in.js");
   await finishSignIn().then(api.key.setToken, (error) => showToast(error.message));

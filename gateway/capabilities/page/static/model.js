@@ -19,39 +19,33 @@ const PHASES = [
 let shownModel = "";
 let description = null;
 let config = null;
+let maySeeMetrics = true; // until the key is refused them
 
 export function start() {}
 
 export function reset() {
   shownModel = "";
+  maySeeMetrics = true;
   description = config = null;
   $("model-body").hidden = true;
 }
 
 export async function show(requested) {
   try {
-    if (requested) models.choose(requested);
-    const listed = await models.load();
-    const name = requested || models.findChosen();
-    if (name) models.choose(name);
-    const unloaded = listed.find((model) => model.name === name && !models.isUsable(model));
-    $("model-unloaded").hidden = !unloaded;
-    if (!name || unloaded) reset();
-    if (unloaded) {
-      models.showHead(unloaded);
+    const model = await models.open(requested, $("model-view-notice"));
+    const isUnloaded = Boolean(model) && !models.isUsable(model);
+    $("model-unloaded").hidden = !isUnloaded;
+    if (isUnloaded) {
+      models.showHead(model);
       showNotice($("model-view-notice"));
-      $("model-unloaded").replaceChildren(models.renderUnloaded(unloaded, () => show(name)));
-      return;
+      $("model-unloaded").replaceChildren(models.renderUnloaded(model, () => show(model.name)));
     }
-    if (!name) {
-      showNotice($("model-view-notice"), "No model is ready. An administrator can load one under Fleet.");
-      return;
-    }
-    if (name !== shownModel) $("model-time").replaceChildren();
-    if (name !== shownModel) $("model-graph").replaceChildren();
+    if (!model || isUnloaded) return reset();
+    const { name } = model;
+    if (name !== shownModel) for (const id of ["model-time", "model-graph"]) $(id).replaceChildren();
     shownModel = name;
     description = await api.withKey(() => api.describeModel(name));
-    config = await api.getJson(`v2/models/${encodeURIComponent(name)}/config`);
+    config = await readConfig(name);
     showNotice($("model-view-notice"));
     $("model-body").hidden = false;
     drawTensors();
@@ -63,8 +57,7 @@ export async function show(requested) {
 
 function showError(error) {
   $("model-body").hidden = !description;
-  const retry = async () => (await api.promptForKey()) && show("");
-  api.showErrorNotice($("model-view-notice"), error, retry);
+  api.showErrorNotice($("model-view-notice"), error);
 }
 
 function drawTensors() {
@@ -75,16 +68,25 @@ function drawTensors() {
     [tensor.name, side + (tensor.optional ? ", optional" : ""), formatShape(tensor)]);
 }
 
+const readConfig = (name) => api.getJson(`v2/models/${encodeURIComponent(name)}/config`);
 const readStatistics = async (name) => summarize(await api.getJson(`v2/models/${encodeURIComponent(name)}/stats`));
+
+/** Read the statistics of a model and of the steps of an ensemble, by model; null for a step that is unknown. */
+async function readTimes(name, steps, withGateway = true) {
+  const [own, gatewayMs] = await Promise.all([readStatistics(name), withGateway ? readGatewayTime(name) : undefined]);
+  const parts = new Map(await Promise.all([...new Set(steps.map((step) => step.model_name))].map(async (model) =>
+    [model, await readStatistics(model).catch(() => null)])));
+  return { own, gatewayMs, parts };
+}
+
+const listSteps = (modelConfig) => modelConfig.ensemble_scheduling?.step ?? [];
 
 export async function refresh() {
   if (!description) return;
   const name = shownModel;
   try {
-    const [own, gatewayMs] = await Promise.all([readStatistics(name), readGatewayTime(name)]);
-    const steps = config.ensemble_scheduling?.step ?? [];
-    const parts = new Map(await Promise.all([...new Set(steps.map((step) => step.model_name))].map(async (model) =>
-      [model, await readStatistics(model).catch(() => null)])));
+    const steps = listSteps(config);
+    const { own, gatewayMs, parts } = await readTimes(name, steps);
     if (name !== shownModel) return;
     showNotice($("model-view-notice"));
     drawTime(own, gatewayMs, steps.length > 0);
@@ -95,14 +97,40 @@ export async function refresh() {
   }
 }
 
+/** Render a bar with the shares of the time of a model's requests, by step or by phase; null if nothing was measured. */
+export async function renderShares(name) {
+  const steps = listSteps(await readConfig(name));
+  // A key for inference may not see the time in the gateway, nor the replicas.
+  const { own, gatewayMs, parts } = await readTimes(name, steps, Boolean(models.findModel(name)?.replicas));
+  if (!own.count) return null;
+  const phases = PHASES.filter(([phase]) => phase !== "gateway").map(([phase, kind, label]) => [kind, label, own.phases[phase]]);
+  // Steps may have been loaded at different times: their shares are those of what the ensemble takes.
+  const shares = shareTime(new Map([...parts].map(([model, stats]) => [model, stats?.totalMs ?? null])));
+  const inTriton = steps.length ? [...shares].map(([model, share], index) => [`step-${index % 4}`, model, (share ?? 0) * own.totalMs]) : phases;
+  const rows = [["gateway", "gateway", gatewayMs ?? 0], ...inTriton].filter(([, , ms]) => ms > 0);
+  const sum = rows.reduce((total, [, , ms]) => total + ms, 0);
+  return el("div", {}, renderBar(rows, sum), el("p", { class: "small shares" }, ...rows.map(([kind, label, ms]) =>
+    el("span", {}, el("span", { class: `dot ${kind}` }), `${label} ${formatShare(ms / sum)}`))));
+}
+
+const formatShare = (share) => (share < 0.01 ? "< 1 %" : `${Math.round(share * 100)} %`);
+
+const renderBar = (rows, sum) => el("div", { class: "phases", "aria-hidden": "true" }, ...rows.map(([kind, , ms]) => {
+  const part = el("span", { class: kind });
+  part.style.width = `${((ms ?? 0) / sum) * 100}%`;
+  return part;
+}));
+
 /** Return the mean time in the gateway in ms; null without requests, undefined without the right to see metrics. */
 async function readGatewayTime(name) {
+  if (!maySeeMetrics) return undefined;
   let page;
   try {
     page = await (await api.call("metrics", { headers: { Accept: "text/plain" } })).text();
   } catch (error) {
-    if (error.needsKey) return undefined;
-    throw error;
+    if (!error.needsKey) throw error;
+    maySeeMetrics = false;
+    return undefined;
   }
   const samples = parseSamples(page, [DURATION_SUM, DURATION_COUNT, PHASE_SUM]);
   const ofModel = (labels) => (labels.model === name && /(infer|:predict|generate|generate_stream)$|^\/predictions\//.test(labels.route) ? "" : null);
@@ -120,16 +148,11 @@ function drawTime({ count, totalMs, phases }, gatewayMs, isEnsemble) {
   const rows = PHASES.filter(([phase]) => phase === "gateway" || !isEnsemble).map(([phase, kind, label]) => [kind, label, rest[phase]]);
   if (isEnsemble) rows.push(["compute", "in Triton, all steps", totalMs]);
   const sum = rows.reduce((total, [, , ms]) => total + (ms ?? 0), 0) || 1;
-  const bar = el("div", { class: "phases", "aria-hidden": "true" }, ...rows.map(([kind, , ms]) => {
-    const part = el("span", { class: kind });
-    part.style.width = `${((ms ?? 0) / sum) * 100}%`;
-    return part;
-  }));
   const lines = rows.map(([kind, label, ms]) => [
     el("dt", {}, el("span", { class: `dot ${kind}` }), label),
     el("dd", { "data-phase": kind, text: ms === undefined ? "requires a key with the role metrics" : formatMs(ms) }),
   ]).flat();
-  $("model-time").replaceChildren(bar, el("dl", {}, ...lines),
+  $("model-time").replaceChildren(renderBar(rows, sum), el("dl", {}, ...lines),
     el("p", { class: "small", text: `Means of ${count} requests since the model was loaded, on the replica that answered; the gateway's since it started.` }));
 }
 
@@ -141,24 +164,22 @@ function renderGraph(steps, statistics) {
   const shares = shareTime(times);
   const highest = Math.max(...[...shares.values()].map((share) => share ?? 0));
   const levels = arrangeSteps(steps).map((nodes) => el("li", {}, ...nodes.map((node) =>
-    renderStep(node, statistics.get(node.model), shares.get(node.model), highest))));
+    renderStep(node, shares.get(node.model), highest))));
   return el("div", {},
     el("h3", { text: "Steps" }),
     el("ol", { class: "graph", "aria-label": "Steps of the ensemble, from its inputs to its outputs" }, ...levels),
-    el("p", { class: "small", text: "The time of a step is the mean of all requests to its model, those outside this ensemble included." }));
+    el("p", { class: "small", text: "Shares of the mean times of all requests to these models since each was loaded. A step's own page has its times." }));
 }
 
-function renderStep({ model, reads, writes }, stats, share, highest) {
+function renderStep({ model, reads, writes }, share, highest) {
   const isSlowest = share !== null && share > 0 && share === highest;
   const bar = el("span");
   bar.style.width = `${(share ?? 0) * 100}%`;
   const percent = share === null ? "not measured yet" : `${Math.round(share * 100)} % of the time`;
-  const details = stats?.count ? `queue ${formatMs(stats.phases.queue)}, compute ${formatMs(stats.phases.compute_infer)}` : "";
   return el("div", { class: isSlowest ? "step slowest" : "step", "data-step": model },
     el("h4", {}, el("a", { href: `#model/${encodeURIComponent(model)}`, text: model })),
-    el("div", { text: share === null ? percent : `${formatMs(stats.totalMs)}, ${percent}${isSlowest ? ", the slowest" : ""}` }),
+    el("div", { text: isSlowest ? `${percent}, the slowest` : percent }),
     el("span", { class: "share", "aria-hidden": "true" }, bar),
-    el("div", { class: "small", text: details }),
     el("div", { class: "small", text: `${reads.join(", ")} → ${writes.join(", ")}` }));
 }
 

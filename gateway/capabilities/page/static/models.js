@@ -1,13 +1,15 @@
 // The models: one list for all views, from which the sidebar chooses, and the heading of the chosen one.
 
 import * as api from "./api.js";
-import { $, el, setText } from "./dom.js";
+import { $, el, renderCommand, setText, showNotice } from "./dom.js";
 
 const GROUPS = [["failed", "Failed"], ["ready", "Ready"], ["asleep", "On demand"], ["off", "Not loaded"]];
 const DOTS = { failed: "dot bad", ready: "dot", asleep: "dot asleep", off: "dot off" };
 const SKELETON_AFTER_MS = 150;
 const MAX_UNSPLIT_NAME = 24; // a longer name is shortened in the middle
 const NAME_END = 8;
+const MIN_LIKENESS = 0.3;
+const MAX_SIMILAR = 3;
 let listed = [];
 let current = ""; // the name of the chosen model, in every view
 let drawn = ""; // what the sidebar shows
@@ -28,8 +30,8 @@ export function findState(model) {
 }
 
 /** Models that people choose: without hidden ones. Steps of pipelines are in a list of their own. */
-const listVisible = () => listed.filter((model) => !model.hidden);
-const findSteps = () => new Set(listed.flatMap((model) => model.steps ?? []));
+export const listVisible = () => listed.filter((model) => !model.hidden);
+export const findSteps = () => new Set(listed.flatMap((model) => model.steps ?? []));
 
 export function start() {
   const search = $("model-search");
@@ -39,23 +41,18 @@ export function start() {
   for (const id of ["model-list", "step-list"]) $(id).addEventListener("mousedown", (event) => event.preventDefault());
   $("steps-toggle").addEventListener("click", () => { areStepsShown = !areStepsShown; draw(); });
   $("model-button").addEventListener("click", () => (document.body.classList.contains("choosing") ? closeSheet() : focusSearch()));
-  $("search-button").addEventListener("click", focusSearch);
   for (const id of ["veil", "sheet-close"]) $(id).addEventListener("click", closeSheet);
   $("sidebar").addEventListener("focusout", ({ relatedTarget }) => {
     if (relatedTarget && !$("sidebar").contains(relatedTarget)) closeSheet();
   });
   document.querySelector(".view-tabs [data-view=files]").hidden = !api.hasFeature("files");
-  setText($("search-keys"), isMac() ? "⌘ K" : "Ctrl K");
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.matches("input, textarea, select");
-    const isShortcut = (event.key === "k" && (event.ctrlKey || event.metaKey)) || (event.key === "/" && !isTyping && !event.ctrlKey);
-    if (!isShortcut || document.querySelector("dialog[open]")) return;
+    if (event.key !== "/" || isTyping || event.ctrlKey || document.querySelector("dialog[open]")) return;
     event.preventDefault();
     focusSearch();
   });
 }
-
-export const isMac = () => /Mac|iPhone|iPad/.test(navigator.platform);
 
 export function reset() {
   listed = [];
@@ -95,6 +92,42 @@ export async function refresh() {
 
 /** Return the model that was chosen in another view, or else the one to show first. */
 export const findChosen = () => findModel(current)?.name ?? findDefault();
+
+/**
+ * Read the list, and make the requested model, or else the chosen one, that of all views. Returns it as it is listed;
+ * without one, a notice says why, and null is returned.
+ */
+export async function open(requested, notice) {
+  if (requested) choose(requested);
+  await load();
+  const name = requested || findChosen();
+  const model = findModel(name);
+  $("model-head").classList.toggle("missing", !model);
+  if (name) choose(name);
+  if (model) return model;
+  const link = el("a", { class: "button", href: "#fleet", text: "Open Fleet" });
+  if (!name) showNotice(notice, listVisible().length ? "No model is loaded now. Choose one: it loads on demand." : "No model is ready yet.", link);
+  else showMissing(notice, name);
+  return null;
+}
+
+/** Say that there is no model of this name, and which ones have a similar one. */
+function showMissing(notice, name) {
+  const view = location.hash.slice(1).split("/")[0] || "try";
+  const similar = listVisible().map((model) => [model, compareNames(name, model.name)]).filter(([, likeness]) => likeness > MIN_LIKENESS)
+    .sort(([, a], [, b]) => b - a).slice(0, MAX_SIMILAR);
+  const links = similar.map(([model]) => el("a", { class: "button", href: `#${view}/${encodeURIComponent(model.name)}`, text: model.name }));
+  if (links.length) showNotice(notice, `There is no model ${name}. Did you mean`, ...links);
+  else showNotice(notice, `There is no model ${name}.`, el("a", { class: "button", href: `#${view}`, text: "Choose another" }));
+}
+
+/** Return the share of pairs of letters that two names have in common (Dice's coefficient). */
+function compareNames(a, b) {
+  const pairsOf = (name) => new Set([...name.toLowerCase()].slice(1).map((letter, index) => name[index].toLowerCase() + letter));
+  const [first, second] = [pairsOf(a), pairsOf(b)];
+  const common = [...first].filter((pair) => second.has(pair)).length;
+  return (2 * common) / (first.size + second.size || 1);
+}
 
 /** Make this the model of all views. What the list knows of it is shown at once. */
 export function choose(name) {
@@ -151,7 +184,7 @@ export function closeSheet() {
   $("model-button").focus();
 }
 
-function open(name) {
+function openFromList(name) {
   const [view] = location.hash.slice(1).split("/");
   $("model-search").value = "";
   closeSheet();
@@ -181,7 +214,7 @@ function handleKey(event) {
   } else if (event.key === "Escape") {
     event.target.blur();
     closeSheet();
-  } else if (event.key === "Enter" && chosen) open(chosen.dataset.value);
+  } else if (event.key === "Enter" && chosen) openFromList(chosen.dataset.value);
   else if (event.key === "ArrowDown" && options.length) activate((active + 1) % options.length);
   else if (event.key === "ArrowUp" && options.length) activate((active - 1 + options.length) % options.length);
   else return;
@@ -199,7 +232,7 @@ function draw() {
   const inner = visible.filter((model) => steps.has(model.name));
   const matches = query ? findMatches(visible, query) : [];
   const groups = query
-    ? [["Matches", matches]]
+    ? [["Matches", matches.filter((model) => !steps.has(model.name))], ["Steps of pipelines", matches.filter((model) => steps.has(model.name))]]
     : GROUPS.map(([state, label]) => [label, own.filter((model) => findState(model) === state)]);
   const isOpen = areStepsShown || steps.has(current);
   $("model-list").replaceChildren(...groups.filter(([, members]) => members.length).map(([label, members]) => renderGroup(label, members, query)));
@@ -218,7 +251,7 @@ function draw() {
 }
 
 /** Return the models whose name or title contains the words; those that begin with them come first. */
-function findMatches(models, query) {
+export function findMatches(models, query) {
   const places = models.map((model) => {
     const found = [model.name, model.title ?? ""].map((text) => text.toLowerCase().indexOf(query)).filter((place) => place >= 0);
     return [model, found.length ? Math.min(...found) : -1];
@@ -227,7 +260,7 @@ function findMatches(models, query) {
 }
 
 function renderGroup(label, members, query) {
-  const id = `group-${label.replace(" ", "-").toLowerCase()}`;
+  const id = `group-${label.replaceAll(" ", "-").toLowerCase()}`;
   return el("div", { role: "group", "aria-labelledby": id },
     el("div", { class: "group-name", id, role: "presentation", text: `${label} (${members.length})` }),
     ...members.map((model) => renderOption(model, query)));
@@ -238,7 +271,7 @@ function renderOption(model, query) {
   const isLoading = model.versions.some(({ state }) => state === "LOADING");
   return el("div", {
     role: "option", class: "option", id: `option-${listed.indexOf(model)}`, "data-value": model.name, title: model.name,
-    "aria-selected": String(model.name === current), onclick: () => open(model.name),
+    "aria-selected": String(model.name === current), onclick: () => openFromList(model.name),
   },
   el("span", { class: isLoading ? "spinner" : DOTS[findState(model)] }),
   el("span", {}, renderName(model.title || model.name, query), model.title ? renderName(model.name, query, "technical") : null),
@@ -277,7 +310,7 @@ export function renderUnloaded(model, onLoaded) {
   // The states on the replicas are listed for keys that may load models.
   const remedy = model.replicas ? load : el("p", { text: "Ask an administrator of this gateway to load it, or choose another model." });
   return el("div", { class: "card unloaded" },
-    el("p", {}, el("span", { class: error ? "pill bad" : "pill", text: "Not loaded" })),
+    el("p", {}, el("span", { class: error ? "pill bad" : "pill", text: error ? "Failed" : "Not loaded" })),
     error ? el("p", { class: "bad long", text: api.toSentence(error) }) : null,
     remedy, status);
 }
@@ -292,8 +325,7 @@ const REPAIR_COMMANDS = [
 ];
 
 const renderCard = (heading, ...children) => el("div", { class: "card first-step" }, el("h3", { text: heading }), ...children);
-const renderCommand = ([heading, command]) => renderCard(heading, el("code", { text: command }),
-  el("button", { type: "button", text: "Copy", "aria-label": `Copy ${command}`, onclick: () => navigator.clipboard?.writeText(command) }));
+const renderCommandCard = ([heading, command]) => renderCard(heading, renderCommand(command));
 
 /** Render why no replica can serve anything, as far as this key may know, and what helps. */
 export async function renderNoReplica() {
@@ -301,12 +333,12 @@ export async function renderNoReplica() {
   return el("div", { class: "first-steps" },
     ...replicas.map(({ address, reason = "" }) => renderCard(address,
       el("p", {}, el("span", { class: "pill bad", text: "Down" })), el("p", { class: "bad long", text: api.toSentence(reason) }))),
-    ...REPAIR_COMMANDS.map(renderCommand));
+    ...REPAIR_COMMANDS.map(renderCommandCard));
 }
 
 /** Render the ways to the first model. */
 export function renderFirstSteps() {
   const upload = renderCard("Upload a model", el("p", { class: "quiet", text: "ONNX, TensorRT, OpenVINO and PyTorch, or the folder of a model." }),
     el("a", { class: "button", href: "#fleet", text: "Choose a file" }));
-  return el("div", { class: "first-steps" }, api.hasFeature("files") ? upload : null, ...FIRST_COMMANDS.map(renderCommand));
+  return el("div", { class: "first-steps" }, api.hasFeature("files") ? upload : null, ...FIRST_COMMANDS.map(renderCommandCard));
 }

@@ -1,7 +1,7 @@
 // The API of one model: its address, the bodies that it takes, its inputs and outputs, and its errors.
 
 import * as api from "./api.js";
-import { $, el, showNotice } from "./dom.js";
+import { $, copyText, el, showNotice } from "./dom.js";
 import { describeInput, formatShape, placeholderValue } from "./inputs.js";
 import * as models from "./models.js";
 import { LANGUAGES, buildRequest, renderCode } from "./request.js";
@@ -31,20 +31,17 @@ export function reset() {
 
 export async function show(requested) {
   try {
-    if (requested) models.choose(requested);
-    await models.load();
-    const name = requested || models.findChosen();
-    showNotice($("api-view-notice"), name ? "" : "No model is ready. An administrator can load one under Fleet.");
-    if (!name) return reset();
-    models.choose(name);
-    const description = await api.withKey(() => api.describeModel(name));
+    const model = await models.open(requested, $("api-view-notice"));
+    if (!model) return reset();
+    const description = await api.withKey(() => api.describeModel(model.name));
+    showNotice($("api-view-notice"));
     models.showHead(description);
-    if (name !== shownModel) bodyType = "";
-    shownModel = name;
+    if (model.name !== shownModel) bodyType = "";
+    shownModel = model.name;
     draw(description);
   } catch (error) {
     reset();
-    api.showErrorNotice($("api-view-notice"), error, async () => (await api.promptForKey()) && show(requested));
+    api.showErrorNotice($("api-view-notice"), error);
   }
 }
 
@@ -82,12 +79,15 @@ function draw(description) {
   const request = buildRequest(description, "", values);
   const code = LANGUAGES[language](request, Boolean(api.key.get()));
   const name = encodeURIComponent(description.name);
+  const status = el("span", { class: "small", role: "status" });
   $("api-body").replaceChildren(
     el("div", { class: "card code" },
       el("div", { class: "code-head" },
         el("h3", {}, el("span", { class: "pill", text: "POST" }), " ", el("code", { text: `/v1/models/${name}/infer` })),
         choices.length > 1 ? renderChoice("Body", choices.map(([type]) => [type, type]), label, (type) => { bodyType = type; draw(description); }) : null,
-        renderChoice("Language", Object.entries(LANGUAGE_NAMES), language, (chosen) => { language = chosen; draw(description); })),
+        status,
+        renderChoice("Language", Object.entries(LANGUAGE_NAMES), language, (chosen) => { language = chosen; draw(description); }),
+        el("button", { type: "button", text: "Copy", onclick: () => copyText($("api-code"), status) })),
       el("pre", { tabindex: "0", id: "api-code", "aria-label": "Example request" }, ...renderCode(code, language))),
     renderTensors("Inputs", description.inputs, (tensor) => describeInput(tensor) + (tensor.optional ? ", optional" : "")),
     renderTensors("Outputs", description.outputs, (tensor) => tensor.content_type ?? ""),

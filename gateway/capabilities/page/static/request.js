@@ -1,7 +1,7 @@
 // The request of a form: its body, and the same request in code. The key is never shown.
 
 import { key, modelPath } from "./api.js";
-import { $, el, setText } from "./dom.js";
+import { $, copyText, el, setText } from "./dom.js";
 
 const EVENTS = "text/event-stream";
 const JSON_TYPE = "application/json";
@@ -279,7 +279,6 @@ export function startCodeTabs() {
     $(`tab-${name}`).addEventListener("keydown", handleKey);
   }
   $("curl-copy").addEventListener("click", copy);
-  $("code-all").addEventListener("click", showAll);
   select(selectedLanguage);
 }
 
@@ -307,13 +306,6 @@ export function showCode(requests, note = "") {
   update();
 }
 
-/** A phone shows the first lines. */
-function showAll() {
-  const isShort = $("code-all").closest(".code").classList.toggle("short");
-  $("code-all").setAttribute("aria-expanded", String(!isShort));
-  setText($("code-all"), isShort ? "Show all" : "Show less");
-}
-
 function update() {
   const write = LANGUAGES[selectedLanguage];
   const code = shown.requests.map((request) => write(request, Boolean(key.get()))).join("\n");
@@ -322,15 +314,7 @@ function update() {
   setText($("curl-copied"), "");
 }
 
-async function copy() {
-  try {
-    await navigator.clipboard.writeText($("curl").textContent);
-    setText($("curl-copied"), "copied");
-  } catch {
-    getSelection().selectAllChildren($("curl")); // pages without TLS cannot access the clipboard
-    setText($("curl-copied"), "selected; use the keyboard to copy");
-  }
-}
+const copy = () => copyText($("curl"), $("curl-copied"));
 
 export const renderCode = (code, language) =>
   splitTokens(code, language).map(([text, kind]) => (kind ? el("span", { class: `token-${kind}`, text }) : text));

@@ -2,12 +2,12 @@
 
 import * as answer from "./answer.js";
 import * as api from "./api.js";
-import { $, el, setText, showNotice } from "./dom.js";
+import { $, el, isMac, setText, showNotice } from "./dom.js";
 import { Field, RequestOptions, listExamples, placeholderValue, renderExamples } from "./inputs.js";
 import * as models from "./models.js";
 import { buildRequest, showCode, startCodeTabs } from "./request.js";
 
-const MIN_VISIBLE_RESPONSE_PX = 360;
+const MIN_VISIBLE_RESPONSE_PX = 280;
 const SKELETON_AFTER_MS = 150;
 const SHOW_TIME_AFTER_MS = 300; // of a running request, on its button
 const LIVE_BELOW_MS = 150; // a model that answers faster runs while the user draws
@@ -43,18 +43,11 @@ export function reset() {
 export async function show(requestedModel, query) {
   const skeleton = setTimeout(() => { $("try-skeleton").hidden = Boolean(description); }, SKELETON_AFTER_MS);
   try {
-    if (requestedModel) models.choose(requestedModel);
-    await models.load();
-    const chosen = requestedModel || models.findChosen();
-    if (!chosen) {
-      clear();
-      showNoModel();
-      return;
-    }
-    models.choose(chosen);
-    const listed = models.findModel(chosen);
-    if (listed && !models.isUsable(listed)) showUnloaded(listed);
-    else if (description?.name !== chosen || (query?.get("version") ?? chosenVersion) !== chosenVersion) await openModel(chosen, query?.get("version") ?? "");
+    const model = await models.open(requestedModel, $("try-notice"));
+    const version = query?.get("version") ?? chosenVersion;
+    if (!model) showNoModel(requestedModel);
+    else if (!models.isUsable(model)) showUnloaded(model);
+    else if (description?.name !== model.name || version !== chosenVersion) await openModel(model.name, query?.get("version") ?? "");
     else await reopenIfChanged();
   } catch (error) {
     showError(error);
@@ -73,18 +66,18 @@ function showUnloaded(model) {
   $("try-unloaded").replaceChildren(models.renderUnloaded(model, () => show(model.name)));
 }
 
-function showNoModel() {
+/** The notice says why there is none; without any model, there are ways to the first one. */
+function showNoModel(requested) {
+  clear();
   $("try-body").hidden = true;
-  models.showHead(null);
-  if ($("model-list").childElementCount) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
-  else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
-  $("try-unloaded").hidden = $("model-list").childElementCount > 0;
+  models.showHead(requested ? { name: requested } : null);
+  $("try-unloaded").hidden = models.listVisible().length > 0;
   $("try-unloaded").replaceChildren(models.renderFirstSteps());
 }
 
 async function openModel(model, version = "") {
-  const current = (generation += 1);
   clear();
+  const current = generation;
   chosenVersion = version;
   if (models.findModel(model)?.ready === false) showNotice($("try-notice"), `Loading ${model}…`);
   try {
@@ -119,8 +112,7 @@ function showReady(ready) {
 
 function showError(error) {
   $("try-body").hidden = !description;
-  const retry = async () => (await api.promptForKey()) && show("");
-  api.showErrorNotice($("try-notice"), error, retry);
+  api.showErrorNotice($("try-notice"), error);
   if (error.body?.code !== "NO_REPLICA") return;
   models.renderNoReplica().then((element) => {
     $("try-unloaded").hidden = Boolean(description);
@@ -129,6 +121,7 @@ function showError(error) {
 }
 
 function clear() {
+  generation += 1; // what is being read of another model is not shown
   running?.abort();
   running = null;
   clearTimeout(liveTimer);
@@ -166,9 +159,9 @@ function buildForm() {
   const infer = el("button", { class: "main", id: "infer" }, el("span", { text: "Run" }));
   const stop = el("button", { type: "button", text: "Stop", id: "stop", hidden: true, onclick: () => running?.abort() });
   $("try-form").replaceChildren(
-    el("div", { id: "try-fields" }, ...fields.map(({ element }) => element),
-      renderExamples(examples, (example) => example.isComplete && submit()), options.element),
-    el("div", { class: "run-bar" }, infer, stop, el("kbd", { text: models.isMac() ? "⌘ ↵" : "Ctrl ↵" }), options.button));
+    el("div", { id: "try-fields" }, ...fields.map(({ element }) => element)),
+    el("div", { id: "try-more" }, renderExamples(examples, (example) => example.isComplete && submit()), options.element),
+    el("div", { class: "run-bar" }, infer, stop, el("kbd", { text: isMac() ? "⌘ ↵" : "Ctrl ↵" }), options.button));
   answer.showGhost(description);
   performance.mark("usable");
   updateCode();
@@ -177,11 +170,13 @@ function buildForm() {
 }
 
 /** The first model of a tab shows what it answers, unless its config says otherwise. A model is not loaded for this. */
-function runFirstExample([example]) {
+async function runFirstExample([example]) {
   if (sessionStorage.getItem(VISITED_KEY) || !example?.isComplete || !description.ready || description.example_run === false) return;
   sessionStorage.setItem(VISITED_KEY, "1");
   example.enter();
-  submit({ note: "Example" });
+  const current = generation;
+  await submit({ note: "Example" });
+  if (current === generation) for (const field of fields) field.inviteDrawing();
 }
 
 /** Return the form's tensors and values. Shows all errors in the form, and throws the first one. */
@@ -269,9 +264,17 @@ async function submit({ isLive = false, note = "" } = {}) {
       if (note) answer.addNote(note);
       if (!isLive && !note) showResponse();
       if (!result.isFailure && performance.now() - started < LIVE_BELOW_MS && fields.length === 1) fields[0].drawing?.suggestLive();
+      if (!result.isFailure && !isLive) showTime(current.name, controller);
       answer.addEntry({ model: description.name, version: requests[0].version, input, isLive, ...result, answer: answer.save() }, showAgain);
     }
   }
+}
+
+/** Show where the time of the model goes, below its answer. */
+async function showTime(model, controller) {
+  const { renderShares } = await import("./model.js");
+  const shares = await renderShares(model).catch(() => null);
+  if (running === null && description?.name === model && !controller.signal.aborted) answer.showTime(shares);
 }
 
 /** Show on the button that a request runs, and soon for how long. Returns a function that ends this. */

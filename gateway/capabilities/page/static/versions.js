@@ -16,20 +16,16 @@ export function reset() {
 
 export async function show(requested) {
   try {
-    if (requested) models.choose(requested);
-    await models.load();
-    const name = requested || models.findChosen();
-    const model = models.findModel(name);
-    showNotice($("versions-view-notice"), model ? "" : name ? `There is no model ${name}.` : "There is no model yet.");
+    const model = await models.open(requested, $("versions-view-notice"));
     if (!model) return reset();
-    models.choose(name);
-    models.showHead(models.isUsable(model) ? await api.withKey(() => api.describeModel(name)) : model);
-    shownModel = name;
+    models.showHead(models.isUsable(model) ? await api.withKey(() => api.describeModel(model.name)) : model);
+    showNotice($("versions-view-notice"));
+    shownModel = model.name;
     drawn = "";
     draw(model);
   } catch (error) {
     reset();
-    api.showErrorNotice($("versions-view-notice"), error, async () => (await api.promptForKey()) && show(requested));
+    api.showErrorNotice($("versions-view-notice"), error);
   }
 }
 

@@ -22,6 +22,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.support.missing import APT, format_reason
+from tests.support.servers import ROOT
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
 is_required = pytest.mark.skipif(
@@ -32,6 +33,12 @@ is_required = pytest.mark.skipif(
 )
 # Drawn as a person would, from the middle of the sheet.
 SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
+AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
+FIND_FAULTS = """
+    const [rules, done] = arguments;
+    const options = {resultTypes: ["violations"], ...(rules.length ? {runOnly: rules} : {})};
+    axe.run(options).then(({violations}) => done(violations));
+"""
 PATIENCE_S = 60  # guards against a hang alone
 T = TypeVar("T")
 ARGUMENTS = (
@@ -164,14 +171,21 @@ class Page:
         lines = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
         return [line for line in lines if not any(words in line for words in expected)]
 
+    def requests(self) -> list[tuple[str, bool]]:
+        """The URL of each request since the last call, and whether it had a key."""
+        entries = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
+        messages = [json.loads(entry["message"])["message"] for entry in entries]
+        sent = [
+            each["params"]["request"]
+            for each in messages
+            if each["method"] == "Network.requestWillBeSent"
+        ]
+        return [(each["url"], "Authorization" in each["headers"]) for each in sent]
+
     def origins(self) -> set[str]:
         """The origins of all requests since the last call."""
-        urls = set()
-        for entry in self.driver.get_log("performance"):  # type: ignore[no-untyped-call]
-            message = json.loads(entry["message"])["message"]
-            if message["method"] == "Network.requestWillBeSent":
-                urls.add(message["params"]["request"]["url"])
-        return {"/".join(url.split("/")[:3]) for url in urls if url.startswith(("http", "ws"))}
+        urls = [url for url, _ in self.requests() if url.startswith(("http", "ws"))]
+        return {"/".join(url.split("/")[:3]) for url in urls}
 
     def clipboard(self, *, allowed: bool) -> None:
         """Set whether this page may read and write the clipboard; its user always may copy and paste."""
@@ -203,13 +217,29 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     @contextmanager
-    def phone(self) -> Iterator[None]:
-        metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    def screen(self, width: int, height: int) -> Iterator[None]:
+        """A screen of this size; a narrow one is that of a phone, with a finger."""
+        is_phone = width < 600
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
+        touch = "Emulation.setTouchEmulationEnabled"
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.execute_cdp_cmd(touch, {"enabled": is_phone})
         try:
             yield
         finally:
             self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+            self.driver.execute_cdp_cmd(touch, {"enabled": False})
+
+    def faults(self, *rules: str) -> list[str]:
+        """Return the serious and critical findings of axe-core, by all its rules or these."""
+        self.run(f"if (!window.axe) {{ {AXE.read_text()} }}")
+        found = self.driver.execute_async_script(FIND_FAULTS, rules)
+        return [
+            f"{one['id']}: {node['html']} {node['failureSummary']}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
 
 
 @contextmanager
