@@ -13,7 +13,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -36,9 +35,7 @@ from gateway.config.settings import (
     load_certificate,
 )
 from gateway.messages import CommandError
-from gateway.server.protocol.clients import ClientRegistry
-from gateway.server.protocol.connection import HttpProtocol
-from gateway.server.protocol.deadlines import LAST_REQUEST_S, ConnectionLimits
+from gateway.server.protocol.connection import LAST_REQUEST_S, ClientRegistry, HttpProtocol
 
 log = logging.getLogger(__name__)
 
@@ -294,9 +291,9 @@ def create_uvicorn_config(
             settings.tls_client_ca_file,
             settings.tls_client_auth,
         )
-    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ConnectionLimits)}
-    limits["max_connections"] = fit_max_connections(settings.max_connections)
-    protocol = partial(HttpProtocol, limits=ConnectionLimits(**limits), clients=ClientRegistry())
+    max_connections = fit_max_connections(settings.max_connections)
+    limits = settings.model_copy(update={"max_connections": max_connections})
+    protocol = partial(HttpProtocol, limits=limits, clients=ClientRegistry())
     return uvicorn.Config(
         app,
         factory=workers > 1,

@@ -17,7 +17,7 @@ import pytest
 import trustme
 from starlette.types import Receive, Scope, Send
 
-from gateway.server.protocol.deadlines import LAST_REQUEST_S
+from gateway.server.protocol.connection import LAST_REQUEST_S
 from tests.support.certificates import trusting, write_pair
 from tests.support.http_server import (
     FAST,

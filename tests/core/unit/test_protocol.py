@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.server.protocol.connection import HttpProtocol
-from gateway.server.protocol.deadlines import LAST_REQUEST_S
+from gateway.server.protocol.connection import LAST_REQUEST_S
 from tests.support.http_server import (
     ENOUGH,
     GET,
