@@ -8,7 +8,6 @@ from typing import Final, cast
 
 from gateway.errors import BadUpstream, DeadlinePassed, Unavailable
 from gateway.http_client.response import BODY, DONE, HEAD, IDLE, ResponseParser
-from gateway.http_client.response import Headers as Headers  # the name that other packages import
 
 Buffer = bytes | memoryview
 

@@ -25,7 +25,7 @@ from gateway.access.auth import (
 from gateway.access.limits import LimitExceeded
 from gateway.access.peers import client_network
 from gateway.errors import GatewayError, Unavailable
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.routes.error_responses import (
     ERROR_SERIALIZER,
     ErrorSerializer,

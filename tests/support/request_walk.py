@@ -27,7 +27,7 @@ from tests.support.servers import ROOT
 REQUEST = "/v1, text to BYTES"
 CONTENT = b"The ship left the harbour at dawn."
 FORMS = (RequestBody, OpenedRequest, Payload, DecodedBody, InferInputs, InferRequest, HttpCall)
-FIRST, LAST = handle_infer.__code__, UpstreamConnection.write.__code__
+FIRST, LAST = handle_infer.__code__, UpstreamConnection.send.__code__
 
 
 def contains_request(value: Any) -> bool:

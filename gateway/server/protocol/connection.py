@@ -46,7 +46,10 @@ LAST_REQUEST_S: Final = 1.0  # when the server stops, a request may be on its wa
 REJECTION_LOG_INTERVAL_S: Final = 1.0
 RESPONSE_NOT_READ: Final = "answer_not_taken"
 LINGER_ZERO: Final = pack("ii", 1, 0)  # the option SO_LINGER: enabled, zero seconds
-REQUEST_HIGH_WATER_BYTES: Final = 64 * 1024
+EARLY_START_BYTES: Final = 64 * 1024  # of a body that is incomplete
+REQUEST_HIGH_WATER_BYTES: Final = (
+    256 * 1024
+)  # as much as one read: less would pause reading after each
 MIN_SEPARATE_WRITE_BYTES: Final = 64 * 1024  # a shorter body is copied behind its head
 # A client may send the rest of its request before it reads an early response, but not without limit.
 MAX_DISCARDED_BYTES: Final = 64 << 20
@@ -177,7 +180,7 @@ class HttpProtocol(asyncio.Protocol):
         self._idle_since = self._header_since = self.loop.time()
         scope = build_common_scope(transport)
         self._parser = RequestParser(self, scope)
-        excess = self._count(scope["client"])
+        excess = self._count_connection(scope["client"])
         self._is_reserved = excess > 0
         if self._is_reserved:
             self._header_timeout_s = RESERVED_HEADER_TIMEOUT_S
@@ -185,7 +188,7 @@ class HttpProtocol(asyncio.Protocol):
             self.refuse(TooManyConnections(), linger=False)
         self._clients.watch(self.loop, self._connections)
 
-    def _count(self, client: SocketName | None) -> int:
+    def _count_connection(self, client: SocketName | None) -> int:
         """Count the connection; return by how many its limits are exceeded, in total or for this client."""
         limits = self._limits
         if self._open_connections is not None:
@@ -405,8 +408,8 @@ class HttpProtocol(asyncio.Protocol):
             return False
         if self._header_since is not None:
             return self._check_header(now)
-        if self._body_patience is not None:
-            return self._check_body(now, self._body_patience)
+        if self._body_patience is not None and self._check_body(now, self._body_patience):
+            return True
         if not self._cycles and now - self._idle_since >= self._keep_alive_s:
             self._close()
         return False
@@ -520,7 +523,7 @@ class RequestCycle:
     def should_start(self, max_body_bytes: int) -> bool:
         """Return whether the application starts although the body is incomplete."""
         return (
-            self._unread_bytes > REQUEST_HIGH_WATER_BYTES
+            self._unread_bytes > EARLY_START_BYTES
             or self.expects_continue
             or parse_content_length(self._scope["headers"]) > max_body_bytes
         )

@@ -114,18 +114,18 @@ class RequestParser:
         if self.is_closed:
             return
         completed = self._completed_requests - previous_requests
-        if self.phase is Phase.HEADER:
-            # A read that ends an earlier request is not counted; it is small enough.
-            self._header_bytes += 0 if completed else len(data)
-            self._check_url()
-            if self._header_bytes > MAX_HEADER_BYTES:
-                raise header_too_large()
-        elif self.phase is Phase.BODY:
+        if self.phase is Phase.BODY:
             has_body = self._body_bytes > previous_body_bytes or previous_phase is not Phase.BODY
             self._framing_bytes = 0 if has_body or completed else self._framing_bytes + len(data)
             if self._framing_bytes > MAX_HEADER_BYTES:
                 raise header_too_large()
-        elif previous_phase is Phase.REQUEST_END and completed == 1:
+        elif not completed:
+            # A header, or empty lines. A read that ends an earlier request is small enough not to be counted.
+            self._header_bytes += len(data)
+            self._check_url()
+            if self._header_bytes > MAX_HEADER_BYTES:
+                raise header_too_large()
+        elif completed == 1 and self.phase is previous_phase:
             self._learn_request(data)
 
     def _repeat_request(self, data: bytes) -> None:

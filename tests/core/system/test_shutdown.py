@@ -184,7 +184,7 @@ def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
 def test_rollout_loses_no_request_of_clients_that_follow_the_readiness(
     triton: Triton,
 ) -> None:
-    """As a Service does: each request has a connection of its own, to a gateway that was ready just before."""
+    """As a Service does: each request has a connection of its own, to a gateway that was just ready."""
     environment = {"GATEWAY_TRITON_URLS": triton.options.url, "GATEWAY_DRAIN_S": "1"}
     ports = free_ports(2)
     endpoints = Endpoints(ports)
