@@ -6,9 +6,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +61,12 @@ def create_worker_app(settings: Settings) -> ASGIApp:
     from gateway.app import create_app
 
     logs.configure(settings)
+    # What another process sent is inheritable. The processes that decode bodies would keep the listening
+    # sockets open, and clients would wait for a server that has ended.
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if int(descriptor.name) > sys.stderr.fileno():
+            with suppress(OSError):  # of the listing itself
+                os.set_inheritable(int(descriptor.name), False)
     threading.Thread(target=stop_with_supervisor, name="supervisor", daemon=True).start()
     return create_app(settings)
 

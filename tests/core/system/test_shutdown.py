@@ -120,7 +120,7 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
         wait_until(lambda: refuses(url))
         assert time.monotonic() - signalled_at > drain_s - 0.1
         assert command.process.poll() is None
-        assert not slow.done()
+        assert not slow.done(), slow.result().text
         (triton.repository / "echo" / "hold").unlink()
         assert slow.result().status_code == 200
         assert command.end() == 0
