@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, cast
 
 import uvicorn
@@ -124,30 +123,19 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._is_interrupted = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals until the server has stopped; raise SIGINT again.
-
-        uvicorn raises SIGTERM again, too; but to end after it is not a failure.
-        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        # uvicorn raises the signals again that it received; but to end after SIGTERM is not a failure.
+        previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            yield
+            with super().capture_signals():
+                yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self._is_interrupted:
-            signal.raise_signal(signal.SIGINT)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._is_interrupted = self._is_interrupted or sig == signal.SIGINT
-        super().handle_exit(sig, frame)
+            signal.signal(signal.SIGTERM, previous)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
