@@ -10,7 +10,6 @@ import gzip
 import json
 import queue
 import re
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -863,21 +862,6 @@ def test_response_headers_of_triton_are_passed_unchanged(faked: tuple[Fake, int]
 
 
 # Clients that disconnect.
-
-
-@pytest.mark.fault("a client closes its half of the connection after its request")
-def test_client_that_closes_its_half_gets_the_response(ports: Ports) -> None:
-    for exchange in (
-        ("GET", "/v2"),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], PAIR_JSON),
-        ("POST", "/v2/models/pair/infer", [JSON_TYPE], SLICES),
-    ):
-        for port in (ports.triton, ports.gateway):
-            with Wire(port) as wire:
-                wire.send(*exchange)
-                wire.socket.shutdown(socket.SHUT_WR)
-                assert wire.read().status == 200
-                assert wire.socket.recv(1) == b""
 
 
 def before_the_answer(wire: Wire) -> None:
