@@ -134,7 +134,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
             services.describers.extend(describers)
             if on_open is not None:
                 on_open(services)
-            with Drain(settings.drain_s, settings.shutdown_s) as drain:
+            with Drain(settings.drain_s) as drain:
                 services.provide(drain)
                 services.provide(border)
                 services.provide(middleware)

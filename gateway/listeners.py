@@ -10,6 +10,9 @@ from typing import Any, Final
 ALL_ADDRESSES: Final = "::"
 ALL_IPV4_ADDRESSES: Final = "0.0.0.0"  # noqa: S104 - the user asks for it
 WILDCARD_HOSTS: Final = (ALL_ADDRESSES, ALL_IPV4_ADDRESSES)
+# Without this limit the kernel buffers megabytes of a response for a client that reads nothing, which costs
+# memory and hides how slowly the client reads.
+MAX_UNSENT_BYTES: Final = 256 * 1024
 # The kernel does not have the family, or the machine no such address of it.
 NO_FAMILY_ERRORS: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
@@ -49,6 +52,8 @@ def open_listener(family: socket.AddressFamily, address: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it (tcp(7)).
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)

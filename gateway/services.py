@@ -37,7 +37,7 @@ from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.memory import (
     MAX_FREE_HEAP_BYTES,
     MemoryBudget,

@@ -266,8 +266,7 @@ class ServerSettings(BaseModel):
     drain_s: NonNegativeSeconds = 10.0
     """How long serve keeps serving after SIGTERM while /readyz reports that it is not ready."""
     shutdown_s: PositiveSeconds = 30.0
-    """How long requests in progress may then take before they are aborted. Five seconds later the process is
-    terminated, whatever it is doing."""
+    """How long requests in progress may then take before they are aborted."""
 
     @field_validator("tls_cert_file")
     @classmethod

@@ -12,7 +12,7 @@ from gateway.config.settings import Settings
 from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.listeners import join_host_port
 from gateway.messages import CommandError
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata

@@ -14,7 +14,8 @@ import orjson
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
-from gateway.http_client.connection import Buffer, Headers, RequestNotSent
+from gateway.http_client.connection import Buffer, RequestNotSent
+from gateway.http_client.response import Headers
 from gateway.messages import quote_path_segment
 from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
 from gateway.triton.error_mapping import (

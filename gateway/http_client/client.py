@@ -1,8 +1,4 @@
-"""An HTTP/1.1 client for one server.
-
-A general-purpose client costs more per request than the rest of the gateway together. This one keeps a
-stack of idle connections, sends a small request in one write, and streams both ways with back-pressure.
-"""
+"""The connections to one server, and the responses that arrive on them."""
 
 from __future__ import annotations
 
@@ -12,16 +8,15 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
 
 from gateway.errors import DeadlinePassed, GatewayError, UpstreamResponseTooLarge
-from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
+from gateway.http_client.connection import Buffer, RequestNotSent, UpstreamConnection
+from gateway.http_client.response import DONE, Headers
 from gateway.media_types import EVENT_STREAM
 from gateway.tasks import TaskTimeout
 
-COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
 MAX_PENDING_WORK: Final = 4096  # requests whose deadline has passed
 EVENT_STREAM_TYPE: Final = EVENT_STREAM.encode()
@@ -34,51 +29,41 @@ def find_header(headers: Headers, name: bytes) -> bytes:
     return b""
 
 
-def check_response_size(body: bytes, max_bytes: int) -> bytes:
-    if len(body) > max_bytes:
-        raise UpstreamResponseTooLarge(max_bytes)
-    return body
-
-
 class UpstreamResponse:
     """A response: status and headers, and the body as a stream. It must be closed."""
-
-    __slots__ = (
-        "_connection", "_max_bytes", "_release", "_send_task", "first_error", "headers", "status",
-    )  # fmt: skip
 
     def __init__(
         self,
         connection: UpstreamConnection,
         release: Callable[[UpstreamConnection], None],
+        send_task: asyncio.Task[None] | None,
         max_bytes: int,
     ) -> None:
         self._connection: UpstreamConnection | None = connection
         self._release = release
+        self._send_task = send_task  # still sends the body of the request, perhaps
         self._max_bytes = max_bytes
-        self._send_task: asyncio.Task[None] | None = None
-        self.status = connection.status
-        self.headers = connection.headers
+        self.status = connection.response.status
+        self.headers = connection.response.headers
         self.first_error: GatewayError | None = None  # the first event of a stream, in place of it
-
-    def set_send_task(self, task: asyncio.Task[None]) -> None:
-        # The task still sends the request's body; closing the response cancels it.
-        self._send_task = task
 
     @property
     def is_complete(self) -> bool:
-        return self._connection is None or self._connection.is_complete
+        return self._connection is None or self._connection.response.state is DONE
 
     @property
     def is_event_stream(self) -> bool:
-        return find_header(self.headers, b"content-type").startswith(EVENT_STREAM_TYPE)
+        return self.header(b"content-type").startswith(EVENT_STREAM_TYPE)
+
+    def header(self, name: bytes) -> bytes:
+        return find_header(self.headers, name)
 
     def take_buffered(self) -> bytes:
         return b"" if self._connection is None else self._connection.take_buffered()
 
     def unread(self, data: bytes) -> None:
         if data and self._connection is not None:
-            self._connection.unread(data)
+            self._connection.response.unread(data)
 
     async def next_chunk(self) -> bytes:
         return b"" if self._connection is None else await self._connection.next_chunk()
@@ -86,13 +71,15 @@ class UpstreamResponse:
     async def read(self, max_bytes: int = MAX_RESPONSE_BYTES) -> bytes:
         """Return the whole body. Raises `UpstreamResponseTooLarge` above this or the client's limit."""
         max_bytes = min(max_bytes, self._max_bytes)
-        if self.is_complete:  # as nearly all small responses
-            return check_response_size(self.take_buffered(), max_bytes)
         # Joining the chunks of a large body at its end would hold the event loop.
         file = io.BytesIO()
-        while chunk := await self.next_chunk():
+        chunk = self.take_buffered()
+        if self.is_complete and len(chunk) <= max_bytes:  # as nearly all small responses
+            return chunk
+        while chunk or not self.is_complete:
             if file.write(chunk) and file.tell() > max_bytes:
                 raise UpstreamResponseTooLarge(max_bytes)
+            chunk = await self.next_chunk()
         return file.getvalue()
 
     async def read_complete(self, max_bytes: int = MAX_RESPONSE_BYTES) -> CompleteResponse:
@@ -103,11 +90,8 @@ class UpstreamResponse:
             self.close()
 
     def set_timeout(self, timeout_s: float) -> None:
-        if self._connection is not None and not self._connection.is_complete:
+        if self._connection is not None and not self.is_complete:
             self._connection.set_timeout(timeout_s)
-
-    def header(self, name: bytes) -> bytes:
-        return find_header(self.headers, name)
 
     def close(self) -> None:
         """Release the connection; it is closed if the response is incomplete."""
@@ -198,17 +182,12 @@ class HttpClient:
             head = encode_head(method, target, self._host_header, headers)
             connection.begin_request(timeout_s)
             if isinstance(body, (bytes, list)):
-                write_request(connection, head, body)
+                connection.send(head, body)
             else:
-                connection.write(head)
-                chunked = any(name == b"transfer-encoding" for name, _ in headers)
-                send_task = self._loop.create_task(
-                    write_body_chunks(connection, body, chunked=chunked)
-                )
-                send_task.add_done_callback(partial(on_body_written, connection))
-            while connection.is_awaiting_head:
-                await connection.wait_for_data()
-            connection.raise_if_failed()
+                is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
+                sending = connection.send_chunks(head, body, is_chunked=is_chunked)
+                send_task = self._loop.create_task(sending)
+            await connection.wait_for_head()
         except BaseException as exc:
             if send_task is not None:
                 send_task.cancel()
@@ -225,10 +204,7 @@ class HttpClient:
                 release(connection)
             raise
         self.last_response_at = perf_counter()
-        response = UpstreamResponse(connection, release, self._max_answer_bytes)
-        if send_task is not None:
-            response.set_send_task(send_task)
-        return response
+        return UpstreamResponse(connection, release, send_task, self._max_answer_bytes)
 
     async def request(
         self,
@@ -293,8 +269,7 @@ class HttpClient:
     def _take_idle(self) -> UpstreamConnection | None:
         while self._idle_connections:
             connection = self._idle_connections.pop()
-            idle_s = self._loop.time() - connection.idle_since
-            if idle_s < self._idle_timeout_s and connection.is_usable:
+            if self._is_fresh(connection):
                 return connection
             connection.close()
         return None
@@ -337,19 +312,22 @@ class HttpClient:
             self._sweep_timer = self._loop.call_later(self._idle_timeout_s, self._close_expired)
 
     def _close_expired(self) -> None:
-        # A server's shutdown may wait for idle connections, so none stays open longer than the limit.
-        now = self._loop.time()
-        remaining = []
-        for connection in self._idle_connections:
-            if now - connection.idle_since < self._idle_timeout_s and connection.is_usable:
-                remaining.append(connection)
+        # A server's shutdown may wait for idle connections.
+        self._sweep_timer = None
+        connections, self._idle_connections = self._idle_connections, []
+        for connection in connections:
+            if self._is_fresh(connection):
+                self._idle_connections.append(connection)
             else:
                 connection.close()
-        self._idle_connections = remaining
-        self._sweep_timer = None
-        if remaining:
-            wait_s = self._idle_timeout_s - (now - remaining[0].idle_since)
-            self._sweep_timer = self._loop.call_later(max(wait_s, 0.05), self._close_expired)
+        if self._idle_connections:
+            idle_s = self._loop.time() - self._idle_connections[0].idle_since
+            wait_s = max(self._idle_timeout_s - idle_s, 0.05)
+            self._sweep_timer = self._loop.call_later(wait_s, self._close_expired)
+
+    def _is_fresh(self, connection: UpstreamConnection) -> bool:
+        idle_s = self._loop.time() - connection.idle_since
+        return idle_s < self._idle_timeout_s and connection.is_usable
 
 
 def describe_connect_failure(error: OSError | UnicodeError) -> str:
@@ -371,33 +349,3 @@ def encode_head(
 ) -> bytes:
     first_line = b"%b %b HTTP/1.1" % (method, target)
     return b"\r\n".join((first_line, host_header, *map(b": ".join, headers), b"\r\n"))
-
-
-def write_request(connection: UpstreamConnection, head: bytes, body: bytes | list[Buffer]) -> None:
-    # A small request is sent in one write, and so in one packet.
-    if isinstance(body, list):
-        connection.write_buffers([head, *body])
-    elif len(body) < COALESCE_REQUEST_UNDER_BYTES:
-        connection.write(head + body)
-    else:
-        connection.write(head)
-        connection.write(body)
-    connection.is_request_sent = True
-
-
-async def write_body_chunks(
-    connection: UpstreamConnection, body: AsyncIterator[bytes], *, chunked: bool
-) -> None:
-    async for data in body:
-        if data:
-            connection.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-            await connection.drain()
-    if chunked:
-        connection.write(b"0\r\n\r\n")
-    connection.is_request_sent = True
-
-
-def on_body_written(connection: UpstreamConnection, task: asyncio.Task[None]) -> None:
-    # An error of the client while it sends the body ends the exchange.
-    if not task.cancelled() and (error := task.exception()) is not None:
-        connection.fail(error)

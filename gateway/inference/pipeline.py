@@ -26,7 +26,7 @@ from gateway.errors import (
     UnsupportedBody,
 )
 from gateway.fleet.signatures import SignatureCache, select_outputs
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.inference.body import Deadline, RequestBody, read_form_body
 from gateway.inference.body_type import GENERIC_TYPES, recognize_body
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM

@@ -5,26 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import multiprocessing
-import os
 import resource
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Final, cast
 
-import anyio
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
-from uvicorn import _subprocess
-from uvicorn.supervisors import multiprocess
 
 from gateway.config.files import WatchedFile, check_regular_file
 from gateway.config.settings import (
@@ -36,17 +30,12 @@ from gateway.config.settings import (
     load_certificate,
 )
 from gateway.messages import CommandError
-from gateway.server.protocol.clients import ClientRegistry
-from gateway.server.protocol.connection import HttpProtocol
-from gateway.server.protocol.deadlines import LAST_REQUEST_S, ConnectionLimits
+from gateway.server.protocol.connection import ClientRegistry, HttpProtocol
 
 log = logging.getLogger(__name__)
 
 # A connection is not counted before its handshake is complete.
 TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
-# Without this limit the kernel buffers megabytes of a response for a client that reads nothing, which costs
-# memory and hides how slowly the client reads.
-MAX_UNSENT_BYTES: Final = 256 * 1024
 RESERVED_DESCRIPTORS: Final = 64  # left for files, and sockets other than connections
 
 
@@ -128,94 +117,7 @@ class ServerCertificate:
         return context
 
 
-# Access to private attributes of uvicorn.
-
-
-def forget_captured_signal(server: uvicorn.Server, number: signal.Signals) -> None:
-    """Prevent the server from raising a signal again that it received while it ran."""
-    server._captured_signals = [kept for kept in server._captured_signals if kept != number]
-
-
-class WorkerProcess(multiprocess.Process):
-    """A worker process of uvicorn's supervisor that runs a server of another class."""
-
-    server_class: type[uvicorn.Server] = uvicorn.Server
-
-    def target(self, sockets: list[socket.socket] | None = None) -> None:
-        self._server = self.server_class(self.config)
-        for listener in sockets or ():
-            # Those that another process sent are inheritable. The process that decodes bodies would keep them
-            # open, and clients would wait for a server that has ended.
-            listener.set_inheritable(False)
-        super().target(sockets)
-
-
-def fork_workers(preload: str, process_class: type[WorkerProcess]) -> ForkServerContext:
-    """Make uvicorn's supervisor fork its workers from a process that has imported the module `preload`.
-
-    By default it starts an interpreter for each worker, and none shares the memory of its imports. Return the
-    context, which starts other processes in the same way.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    multiprocess.Process = process_class  # type: ignore[misc]  # a class of another name
-    _subprocess.spawn = context  # type: ignore[assignment]  # a context of another kind
-    return context
-
-
 class GatewayServer(uvicorn.Server):
-    """A uvicorn server that answers the connections that wait when it stops."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            for server in self.servers:
-                for listener in server.sockets:
-                    limit_unsent_bytes(listener.fileno())
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self.force_exit:
-            await self._accept_waiting()
-        await super().shutdown(sockets)
-        if self.force_exit:
-            # uvicorn leaves the rest to the end of the loop, which cancels the services while they close.
-            for task in self.server_state.tasks:
-                task.cancel()
-            await self.lifespan.shutdown()
-
-    async def _accept_waiting(self) -> None:
-        """Stop listening. The kernel resets connections that wait when a listening socket is closed."""
-        # uvloop's sockets have no accept.
-        listeners = [
-            socket.socket(fileno=os.dup(each.fileno()))
-            for server in self.servers
-            for each in server.sockets
-        ]
-        for server in self.servers:
-            server.close()
-        accepted = [
-            connection
-            for listener in listeners
-            for connection in accept_and_close(listener, self.config.backlog)
-        ]
-        # Nothing tells which of the connections accepted before are in their TLS handshake.
-        handshake_s = 0.0 if self.config.ssl is None else LAST_REQUEST_S
-        await asyncio.gather(asyncio.sleep(handshake_s), *map(self._open_connection, accepted))
-
-    async def _open_connection(self, connection: socket.socket) -> None:
-        """Serve an accepted connection. Give up if its TLS handshake fails or takes long."""
-        protocol = partial(
-            cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class),
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        loop = asyncio.get_running_loop()
-        with anyio.move_on_after(LAST_REQUEST_S), suppress(OSError):
-            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
-
-
-class CommandServer(GatewayServer):
     """The server of a command that serves in its own process; it calls `on_ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
@@ -224,33 +126,29 @@ class CommandServer(GatewayServer):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn raises captured signals again; SIGTERM after a graceful shutdown is not a failure.
-        with super().capture_signals():
+        if threading.current_thread() is not threading.main_thread():
             yield
-            forget_captured_signal(self, signal.SIGTERM)
+            return
+        # uvicorn raises the signals again that it received; but to end after SIGTERM is not a failure.
+        previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
-
-def accept_and_close(listener: socket.socket, limit: int) -> list[socket.socket]:
-    """Accept connections until none waits, or no descriptor is left, and close the socket at once."""
-    accepted = []
-    listener.setblocking(False)
-    with listener, suppress(OSError):
-        for _ in range(limit):
-            accepted.append(listener.accept()[0])  # noqa: PERF401 - an error leaves those before it
-    return accepted
-
-
-def limit_unsent_bytes(descriptor: int) -> None:
-    """Limit the send buffer of connections that this listening socket accepts; they inherit it (tcp(7))."""
-    # uvloop's sockets have no setsockopt.
-    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-        if duplicate.family != socket.AF_UNIX:
-            duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves the rest to the end of the loop, which cancels the services while they close.
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
 
 
 def fit_max_connections(max_connections: int) -> int:
@@ -294,9 +192,9 @@ def create_uvicorn_config(
             settings.tls_client_ca_file,
             settings.tls_client_auth,
         )
-    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ConnectionLimits)}
-    limits["max_connections"] = fit_max_connections(settings.max_connections)
-    protocol = partial(HttpProtocol, limits=ConnectionLimits(**limits), clients=ClientRegistry())
+    max_connections = fit_max_connections(settings.max_connections)
+    limits = settings.model_copy(update={"max_connections": max_connections})
+    protocol = partial(HttpProtocol, limits=limits, clients=ClientRegistry())
     return uvicorn.Config(
         app,
         factory=workers > 1,
@@ -323,5 +221,5 @@ def create_uvicorn_config(
 
 def create_server(
     app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
-) -> CommandServer:
-    return CommandServer(create_uvicorn_config(app, settings, host, port), on_ready)
+) -> GatewayServer:
+    return GatewayServer(create_uvicorn_config(app, settings, host, port), on_ready)

@@ -5,6 +5,7 @@ The gateway takes a second to import, so errors are reported before, and `triton
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -35,7 +36,6 @@ from gateway.embedded.options import (
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
 from gateway.listeners import ALL_ADDRESSES, join_host_port, open_listeners
 from gateway.messages import CommandError, join_names
-from gateway.process_exit import prompt_exit
 from gateway.telemetry import logs
 from gateway.triton.restricted_api import generate_restricted_api, read_restricted_api
 
@@ -83,7 +83,7 @@ def run_with_embedded_triton(
         places = describe_places(port, plan)
         print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
 
-    with prompt_exit(), resolve_model_paths(options.model_repositories) as paths:
+    with resolve_model_paths(options.model_repositories) as paths:
         tritons = [replace(each, model_repositories=paths, restricted_api=api) for each in tritons]
         run_fleet(tritons, plan, port, print_line, print_ready)
 
@@ -156,7 +156,6 @@ def run_triton(options: TritonOptions, host: str) -> None:
 
     options = replace(options, host=host, restricted_api=restricted)
     with ExitStack() as stack:
-        stack.enter_context(prompt_exit())
         repositories = stack.enter_context(resolve_model_paths(options.model_repositories))
         options = replace(options, model_repositories=repositories)
         on_message = partial(print_line, source=TRITON_SOURCE)
@@ -183,7 +182,7 @@ def run_gateway(host: str, port: int, workers: int, overrides: Mapping[str, Any]
     on_ready = partial(print_line, f"serving {tritons} on {places}  (press Ctrl-C to stop)")
     settings = restrict_allowed_hosts(host, plan.settings)
     warn_if_exposed(settings, host)
-    with prompt_exit(), ExitStack() as stack:
+    with ExitStack() as stack:
         if workers > 1:
             from gateway.server.workers import run_workers
 
@@ -219,6 +218,7 @@ def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
     """Read the settings and configure the log; return a function that prints lines in order with it."""
     settings = read_settings(*SETTINGS, **overrides)
     handler = logs.configure(settings)
+    atexit.register(logs.flush)
     for warning in describe_unknown_settings(os.environ, *SETTINGS):
         log.warning("%s", warning)
     return settings, handler.write_message

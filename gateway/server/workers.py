@@ -1,19 +1,18 @@
-"""Worker processes: several gateways on one port, and their supervisor."""
+"""Worker processes: several gateways on one port, and uvicorn's supervisor of them."""
 
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
@@ -21,34 +20,24 @@ from uvicorn.supervisors import Multiprocess
 from gateway.config.settings import Settings
 from gateway.listeners import open_listeners
 from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
-from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S, report_exit_status
-from gateway.server.http import GatewayServer, WorkerProcess, create_uvicorn_config, fork_workers
+from gateway.server.http import create_uvicorn_config
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import record_replaced_worker
 
 log = logging.getLogger(__name__)
 
-# The path of a Unix socket has at most 107 bytes; `multiprocessing` adds 32 to that of the temporary folder.
-MAX_TEMP_FOLDER_BYTES: Final = 107 - 32
-SHORT_TEMP_FOLDER: Final = "/tmp"  # noqa: S108 - multiprocessing makes a private folder in it
-
-
-class GatewayWorker(WorkerProcess):
-    server_class = GatewayServer
-
 
 class WorkerSupervisor(Multiprocess):
-    """A uvicorn supervisor that closes the listening sockets when it stops, so that clients are refused.
+    """A uvicorn supervisor that logs and counts replaced workers, and reports the first that serves.
 
-    Workers that are still running after `stop_timeout_s` are killed.
+    When it stops, it closes the listening sockets: clients are refused as soon as no worker accepts them.
     """
 
-    stop_timeout_s: float = math.inf
-    metrics_folder: Path | None = None
-    on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
+    metrics_folder: Path
+    on_ready: Callable[[], None] | None = None  # called once
 
     def keep_subprocess_alive(self) -> None:
-        """Replace workers that ended or hang, and log and count them; called twice a second."""
+        """Replace workers that ended or hang; called twice a second."""
         previous = list(self.processes)
         super().keep_subprocess_alive()
         for old, new in zip(previous, self.processes, strict=True):
@@ -57,10 +46,7 @@ class WorkerSupervisor(Multiprocess):
                 status = f"signal {-code}" if code < 0 else f"status {code}"
                 message = "worker %s exited unexpectedly (%s); worker %s replaces it"
                 log.error(message, old.pid, status, new.pid)
-                if self.metrics_folder is not None:
-                    record_replaced_worker(self.metrics_folder)
-        if self.should_exit.is_set():  # a worker that has exited already would be waited for
-            return
+                record_replaced_worker(self.metrics_folder)
         if self.on_ready is not None and any(process.is_ready() for process in self.processes):
             self.on_ready()
             self.on_ready = None
@@ -70,20 +56,17 @@ class WorkerSupervisor(Multiprocess):
         for listener in self.sockets:
             listener.close()
 
-    def join_all(self) -> None:
-        deadline = time.monotonic() + self.stop_timeout_s
-        for process in self.processes:
-            process.process.join(max(deadline - time.monotonic(), 0))
-            if process.process.is_alive():
-                log.error("worker %d did not exit in time and is killed", process.pid)
-                process.kill()
-            process.join()
-
 
 def create_worker_app(settings: Settings) -> ASGIApp:
     from gateway.app import create_app
 
     logs.configure(settings)
+    # What another process sent is inheritable. The processes that decode bodies would keep the listening
+    # sockets open, and clients would wait for a server that has ended.
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if int(descriptor.name) > sys.stderr.fileno():
+            with suppress(OSError):  # of the listing itself
+                os.set_inheritable(int(descriptor.name), False)
     threading.Thread(target=stop_with_supervisor, name="supervisor", daemon=True).start()
     return create_app(settings)
 
@@ -97,43 +80,21 @@ def stop_with_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def check_settings(settings: Settings) -> None:
-    """Exit with an error message if the application cannot be created from the settings."""
-    from gateway.app import create_app
-
-    logs.configure(settings)
-    try:
-        create_app(settings)
-    except Exception as exc:  # noqa: BLE001 - the border of the process, as in `prompt_exit`
-        raise SystemExit(report_exit_status(exc)) from None
-    finally:
-        logs.flush()
-
-
 def run_workers(
     settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
 ) -> None:
     """Run several processes on one socket, each with its own app.
 
-    Each worker writes its metrics to files in one directory, and every worker reads all of them. This process
-    does not import the application: the fork server does, once for all workers.
+    Each worker writes its metrics to files in one directory, and every worker reads all of them.
     """
+    from gateway.app import create_app
+
+    create_app(settings)  # raises what each worker would, again and again
     with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         if not settings.max_bytes_in_flight:  # the workers share the memory
             share = max(default_budget_bytes() // workers, MIN_BUDGET_BYTES)
             settings = settings.model_copy(update={"max_bytes_in_flight": share})
-        # No process that forks may have threads, and nothing here multiplies matrices.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_FOLDER_BYTES:
-            tempfile.tempdir = SHORT_TEMP_FOLDER  # for the socket of the fork server
-        context = fork_workers("gateway.server.fork_server", GatewayWorker)
-        # Errors are reported once, not in each worker.
-        check = context.Process(target=check_settings, args=(settings,))
-        check.start()
-        check.join()
-        if check.exitcode:
-            raise SystemExit(check.exitcode)
         app = partial(create_worker_app, settings)
         config = create_uvicorn_config(app, settings, host, port, workers)
         listeners = open_listeners(host, port)
@@ -143,7 +104,4 @@ def run_workers(
         supervisor = WorkerSupervisor(config, sockets=listeners)
         supervisor.metrics_folder = Path(folder)
         supervisor.on_ready = on_ready
-        supervisor.stop_timeout_s = (
-            settings.drain_s + settings.shutdown_s + CLOSE_TIMEOUT_S + 2 * KERNEL_KILL_GRACE_S
-        )
         supervisor.run()

@@ -17,7 +17,7 @@ from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_R
 
 from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs

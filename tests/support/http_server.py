@@ -17,7 +17,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.config.settings import Settings
-from gateway.server.http import CommandServer, create_uvicorn_config
+from gateway.listeners import open_listeners
+from gateway.server.http import GatewayServer, create_uvicorn_config
 from tests.support.wait import wait_until
 
 KIB = 1 << 10
@@ -65,8 +66,9 @@ class Stage:
         self._ready = threading.Event()
         config = create_uvicorn_config(self, Settings(**given), HOST, 0)
         config.uds = None if uds is None else str(uds)
-        self.server = CommandServer(config, self._ready.set)
-        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self.server = GatewayServer(config, self._ready.set)
+        listeners = None if uds is not None else open_listeners(HOST, 0)
+        self._thread = threading.Thread(target=self.server.run, args=(listeners,), daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -471,16 +471,10 @@ class Triton:
                 triton.wait()
 
 
-def fork_server(command: Command) -> psutil.Process | None:
-    """The process that the workers are forked from; another child tracks shared resources."""
-    children = psutil.Process(command.pid).children()
-    return next((child for child in children if "forkserver" in command_of(child)), None)
-
-
 def workers(command: Command) -> list[psutil.Process]:
-    """The running workers."""
-    server = fork_server(command)
-    return [] if server is None else [child for child in server.children() if command_of(child)]
+    """The running workers; another child tracks shared resources."""
+    children = psutil.Process(command.pid).children()
+    return [child for child in children if "spawn_main" in command_of(child)]
 
 
 def command_of(process: psutil.Process) -> str:

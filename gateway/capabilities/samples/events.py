@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.messages import format_utc_time, quote_path_segment
 from gateway.telemetry.recording import RecordedBody, Recording
 from gateway.telemetry.request_info import RequestInfo, RequestScope

@@ -9,7 +9,7 @@ from typing import Final
 
 from gateway.capabilities.samples.delivery import EventSender
 from gateway.capabilities.samples.events import build_events
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.media_types import EVENT_STREAM, NDJSON
 from gateway.services import Services
 from gateway.telemetry.recording import Recording

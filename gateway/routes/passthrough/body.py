@@ -24,7 +24,7 @@ from gateway.capacity.body_chunks import (
     limit_length,
 )
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.memory import MemoryCharge
 from gateway.routes.passthrough.headers import RequestHeaders
 from gateway.routes.passthrough.rules import Forwarding

@@ -28,7 +28,7 @@ from gateway.errors import (
 )
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.media_types import JSON, escape_line_separators
 from gateway.repository.resolver import ModelTarget
 from gateway.routes.passthrough.body import (

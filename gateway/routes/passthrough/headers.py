@@ -14,7 +14,7 @@ from starlette.types import Scope
 from gateway.access.auth import KEY_HEADERS
 from gateway.capacity.body_chunks import ZLIB_WBITS
 from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UnsupportedEncoding
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.messages import quote_text
 from gateway.triton.sequence import SequenceStep, parse_sequence_headers
 

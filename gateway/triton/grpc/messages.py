@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from gateway.errors import BadUpstream, TooLarge
-from gateway.http_client.connection import Headers
+from gateway.http_client.response import Headers
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.outputs import encode_json_result, find_json_shape
 from gateway.triton.grpc.byte_channel import Metadata

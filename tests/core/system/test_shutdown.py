@@ -6,10 +6,11 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -119,7 +120,7 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
         wait_until(lambda: refuses(url))
         assert time.monotonic() - signalled_at > drain_s - 0.1
         assert command.process.poll() is None
-        assert not slow.done()
+        assert not slow.done(), slow.result().text
         (triton.repository / "echo" / "hold").unlink()
         assert slow.result().status_code == 200
         assert command.end() == 0
@@ -179,62 +180,76 @@ def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
     """
 
 
-@pytest.mark.fault("SIGTERM while clients keep connecting")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param((), id="one process"),
-        pytest.param(("--workers", "2"), id="two workers", marks=pytest.mark.long),
-    ],
-)
-def test_connections_that_wait_for_accept_at_sigterm_are_served(arguments: tuple[str, ...]) -> None:
-    (port,) = free_ports(1)
-    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "GATEWAY_LOG_LEVEL": "warning"}
-    with (
-        Command("serve", "--port", str(port), *arguments, environment=environment) as command,
-        ThreadPoolExecutor(CONNECTING_CLIENTS) as pool,
-    ):
+@pytest.mark.fault("SIGTERM under load, rolling restarts")
+def test_rollout_loses_no_request_of_clients_that_follow_the_readiness(
+    triton: Triton,
+) -> None:
+    """As a Service does: each request has a connection of its own, to a gateway that was just ready."""
+    environment = {"GATEWAY_TRITON_URLS": triton.options.url, "GATEWAY_DRAIN_S": "1"}
+    ports = free_ports(2)
+    endpoints = Endpoints(ports)
+
+    def start(port: int) -> Command:
+        command = stack.enter_context(
+            Command("serve", "--port", str(port), environment=environment)
+        )
         command.wait_for("serving")
-        clients = [ConnectingClient(port) for _ in range(CONNECTING_CLIENTS)]
-        running = [pool.submit(client.run) for client in clients]
-        wait_until(lambda: all(client.answered > 2 for client in clients))
-        os.kill(command.pid, signal.SIGTERM)
-        for each in running:
-            each.result()
-        assert command.end() == 0
-    lost = sum(client.lost for client in clients)
-    # The handshake of a connection may be half done when the listening socket is closed.
-    assert lost <= 2, f"of {sum(client.answered for client in clients)} requests"
+        return command
+
+    with ExitStack() as stack, ThreadPoolExecutor(CONNECTING_CLIENTS + 1) as pool:
+        commands = [start(port) for port in ports]
+        stack.callback(endpoints.stopped.set)
+        pool.submit(endpoints.follow)
+        wait_until(lambda: endpoints.ready == ports)
+        running = [pool.submit(endpoints.send_requests) for _ in range(CONNECTING_CLIENTS)]
+        for port, command in zip(ports, commands, strict=True):
+            os.kill(command.pid, signal.SIGTERM)
+            wait_until(lambda port=port: port not in endpoints.ready)  # type: ignore[misc]
+            assert command.end() == 0
+            start(port)
+            wait_until(lambda: endpoints.ready == ports)
+        endpoints.stopped.set()
+        answered = [each.result() for each in running]
+    assert min(answered) > 0
 
 
-class ConnectingClient:
-    """Sends one request on each connection until it is refused."""
+class Endpoints:
+    """The gateways that are ready."""
 
-    def __init__(self, port: int) -> None:
-        self.answered = 0
-        self.lost = 0
-        self._address = ("127.0.0.1", port)
+    def __init__(self, ports: list[int]) -> None:
+        self._ports = ports
+        self.ready: list[int] = []
+        self.stopped = threading.Event()
 
-    def run(self) -> None:
-        with suppress(ConnectionRefusedError):
-            while True:
-                if self._send_request():
-                    self.answered += 1
-                else:
-                    self.lost += 1
+    def follow(self) -> None:
+        while not self.stopped.wait(0.05):
+            self.ready = [port for port in self._ports if self._status(port, "/readyz") == b"200"]
 
-    def _send_request(self) -> bool:
-        """Return whether it was answered. Raises `ConnectionRefusedError`."""
+    def send_requests(self) -> int:
+        """Return how many were answered, until it is stopped. Raises the error of one that is lost."""
+        answered = 0
+        while not self.stopped.is_set():
+            for port in self.ready:
+                assert self._status(port, "/livez") == b"200"
+                answered += 1
+        return answered
+
+    def _status(self, port: int, path: str) -> bytes:
         try:
-            with socket.create_connection(self._address, TIMEOUT_S) as connection:
-                connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                return connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        except (ConnectionResetError, BrokenPipeError):
-            return False
+            with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+                request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+                connection.sendall(request.encode())
+                return connection.recv(100)[9:12]
+        except ConnectionRefusedError:
+            if path == "/readyz":
+                return b""
+            raise
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_the_gateway_at_once(triton: Triton, number: signal.Signals) -> None:
+def test_sigint_after_another_signal_ends_the_gateway_at_once(
+    triton: Triton, number: signal.Signals
+) -> None:
     """It waits neither for the end of the drain nor for the running request, which would take forever."""
     with (
         ThreadPoolExecutor(1) as pool,
@@ -245,7 +260,8 @@ def test_second_signal_ends_the_gateway_at_once(triton: Triton, number: signal.S
         wait_until(started.exists)
         os.kill(command.pid, number)
         wait_until(lambda: refuses(url) if number == signal.SIGINT else not is_ready(url))
-        os.kill(command.pid, number)
+        os.kill(command.pid, signal.SIGTERM)  # ignored
+        os.kill(command.pid, signal.SIGINT)
         command.end()
         with pytest.raises(httpx.HTTPError):
             slow.result()
@@ -265,5 +281,5 @@ def test_draining_gateway_is_unready_and_closes_connections_after_responses(
         assert client.get("/readyz").json()["draining"] is True
         assert client.get("/livez").headers["connection"] == "close"
         assert client.get("/livez").status_code == 200
-        os.kill(command.pid, signal.SIGTERM)
+        os.kill(command.pid, signal.SIGINT)
         command.end()

@@ -6,14 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
 from tests.support.fleet import write_echo
-from tests.support.servers import Command, Triton, fork_server, free_ports, workers
+from tests.support.servers import Command, Triton, free_ports, workers
 from tests.support.up import has_ended
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -98,18 +97,6 @@ def test_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, s
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
 
 
-def test_workers_start_with_a_temporary_folder_that_is_too_long_for_a_socket(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / ("a" * 100)
-    folder.mkdir()
-    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "TMPDIR": str(folder)}
-    (port,) = free_ports(1)
-    arguments = ("serve", "--port", str(port), "--workers", "2")
-    with Command(*arguments, environment=environment) as command:
-        command.wait_for("serving")
-
-
 @pytest.mark.long
 def test_gateway_reports_serving_only_when_a_worker_serves() -> None:
     """The workers are stopped as they start."""
@@ -126,16 +113,6 @@ def test_gateway_reports_serving_only_when_a_worker_serves() -> None:
         assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
 
 
-def test_workers_share_the_memory_of_their_imports(pair: tuple[Command, str]) -> None:
-    command, _ = pair
-    server = fork_server(command)
-    assert server is not None
-    assert server.num_threads() == 1  # a fork of a process with threads can deadlock
-    for worker in workers(command):
-        sizes = worker.memory_full_info()
-        assert sizes.uss < sizes.rss / 2, sizes
-
-
 @pytest.mark.long
 def test_signal_to_every_process_stops_all_workers_cleanly() -> None:
     """A service manager sends SIGTERM to each, and Ctrl-C reaches the group of the terminal."""
@@ -150,9 +127,7 @@ def test_signal_to_every_process_stops_all_workers_cleanly() -> None:
         assert "Traceback" not in command.output
 
 
-@pytest.mark.fault(
-    "the supervisor of the workers is killed, or the process that they are forked from"
-)
+@pytest.mark.fault("the supervisor of the workers is killed")
 def test_workers_stop_if_their_supervisor_is_killed() -> None:
     # A guard would kill the workers as well, and sometimes before they could end by themselves.
     with serving_pair(guarded=False) as (command, _):
@@ -160,20 +135,6 @@ def test_workers_stop_if_their_supervisor_is_killed() -> None:
         os.kill(command.pid, signal.SIGKILL)
         command.wait_for("the supervisor of this worker exited unexpectedly")
         wait_until(lambda: all(map(ended, started)))
-
-
-@pytest.mark.long
-@pytest.mark.fault(
-    "the supervisor of the workers is killed, or the process that they are forked from"
-)
-def test_workers_are_replaced_if_the_fork_server_is_killed() -> None:
-    with serving_pair() as (command, url):
-        killed = fork_server(command)
-        assert killed is not None
-        former = workers(command)
-        killed.kill()
-        wait_until(lambda: len(workers(command)) == 2 and all(map(ended, former)))
-        wait_until(lambda: get(f"{url}/livez").status_code == 200)
 
 
 @contextmanager

@@ -15,22 +15,18 @@ from hypothesis import strategies as st
 
 from gateway.access.auth import name_caller
 from gateway.callers import Caller
-from gateway.server.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
-from gateway.server.protocol.parser import SMALL_READ_BYTES
-from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
+from gateway.server.protocol.connection import RESERVED_CONNECTIONS
+from tests.support.framing import CL2, HOST_LINE, UNAMBIGUOUS, request
 from tests.support.http_server import (
     FAST,
     GET,
     KIB,
-    LIKE_A_REQUEST,
     MIB,
     POST,
     START,
     TOO_SLOW,
     Client,
     Stage,
-    Work,
-    begins,
     echo,
     refused,
     tidy,
@@ -124,26 +120,6 @@ def test_endless_header_fills_no_memory(stage: Stage) -> None:
 
 
 # How a request is read.
-
-
-@pytest.mark.fault("invalid or several lengths, or a length with chunks; no `Host` header, or two")
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_ambiguous_request_is_rejected(stage: Stage, name: str) -> None:
-    """The tests of the parser also cut it everywhere."""
-    with stage.client() as client:
-        with suppress(ConnectionError):
-            client.say(AMBIGUOUS[name] + LIKE_A_REQUEST)
-        assert refused(client) == MALFORMED
-    assert stage.asked == []
-
-
-@pytest.mark.parametrize("name", UNAMBIGUOUS)
-def test_unambiguous_request_is_served(stage: Stage, name: str) -> None:
-    with stage.client() as client:
-        client.say(UNAMBIGUOUS[name] + UNAMBIGUOUS[name])
-        assert [client.answer().body for _ in range(2)] == [b"ok"] * 2
-        assert client.is_still_served()
-    assert len(stage.asked) == 3
 
 
 VALID = [*UNAMBIGUOUS.values(), GET, request(HOST_LINE, CL2, b"Expect: 100-continue", body=b"ok")]
@@ -275,23 +251,3 @@ def test_caller_is_named_by_its_key_or_else_by_its_network(
     key: str, client: tuple[str, int] | None, name: str
 ) -> None:
     assert name_caller(Caller(key), client) == name
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_pipelined_requests_of_a_connection_are_limited(stage: Stage, apart: bool) -> None:
-    work = stage.app = Work()
-    count = 500
-    with stage.client() as client:
-        client.say(*((GET, GET * (count - 1)) if apart else (GET * count,)))
-        assert begins(work)
-        stage.settle()
-        (connection,) = stage.server.server_state.connections
-        assert isinstance(connection, HttpProtocol)
-        assert 16 <= len(connection._cycles) - 1 <= 18  # without the one that is answered
-        stage.let(work.may_end)
-        for _ in range(count):
-            assert client.answer().status == 200
-        few = SMALL_READ_BYTES // len(GET)  # which are read at once
-        client.say(GET * few)
-        for _ in range(few):
-            assert client.answer().status == 200

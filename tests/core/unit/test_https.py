@@ -7,7 +7,7 @@ import socket
 import ssl
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ import pytest
 import trustme
 from starlette.types import Receive, Scope, Send
 
-from gateway.server.protocol.deadlines import LAST_REQUEST_S
 from tests.support.certificates import trusting, write_pair
 from tests.support.http_server import (
     FAST,
-    GET,
     MIB,
     PATIENCE_S,
     SHORT_S,
@@ -130,27 +128,6 @@ def tls_client(stage: Stage, authority: trustme.CA) -> Iterator[Client]:
         context.wrap_socket(plain.socket, server_hostname="127.0.0.1") as connection,
     ):
         yield Client(stage, connection)
-
-
-def test_waiting_connection_is_served_when_the_server_stops(
-    tls: dict[str, Any], authority: trustme.CA
-) -> None:
-    def connect_before_the_stop(pace: Pace) -> None:
-        with ExitStack() as stack:
-            stage = stack.enter_context(Stage(**tls))
-            with stage.paused():
-                address = ("127.0.0.1", stage.port)
-                plain = stack.enter_context(socket.create_connection(address, PATIENCE_S))
-                stage.stop()
-            pace.restart()
-            connection = trusting(authority).wrap_socket(plain, server_hostname="127.0.0.1")
-            client = Client(stage, stack.enter_context(connection))
-            client.say(GET)
-            pace.mark()
-            assert client.answer().status == 200
-            assert client.rest() == b""
-
-    retry_when_late(connect_before_the_stop, LAST_REQUEST_S / 2)
 
 
 def test_rejections_are_sent_over_tls(tls: dict[str, Any], authority: trustme.CA) -> None:

@@ -1,4 +1,4 @@
-"""The request parser and the deadlines of a connection, without sockets, clocks or an event loop."""
+"""The request parser, without sockets or an event loop: bytes in, scopes and bodies out."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from hypothesis import strategies as st
 from starlette.types import Scope
 
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.server.protocol.deadlines import ConnectionLimits, Deadlines, Due
 from gateway.server.protocol.parser import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
-    MAX_PIPELINED,
     MAX_URL_BYTES,
     RequestParser,
 )
 from gateway.telemetry.request_info import HEADER_FACTS
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 
-LIMITS = ConnectionLimits(header_timeout_s=10, body_stall_s=10, write_timeout_s=30)
-KEEP_ALIVE_S = 75
-OPENED_AT = 1000.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 REQUESTS = {
     "pipelined": GET * 3,
     "a length": b"POST /a%20b?c HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello" + GET,
@@ -35,6 +31,19 @@ REQUESTS = {
     b"Content-Length: 5\r\n\r\nhello" + GET,
     "Expect": b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nok",
     "HTTP/1.0": b"\r\nGET / HTTP/1.0\r\n\r\n",
+    "HTTP/1.0 that stays": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+    "headers": b"GET / HTTP/1.1\r\nHost: x\r\nACCEPT: b; c\r\nx-empty:\r\nX-High:  \xe9\xff\r\n\r\n",
+    "a length of nothing": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n" + GET,
+    "a body that looks like a request": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+    % (len(GET), GET),
+    "a chunk that looks like a request": CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(GET), GET),
+    "no chunk": CHUNKED + b"0\r\n\r\n" + GET,
+    "chunk sizes and extensions": CHUNKED
+    + b'A;a=b\r\n0123456789\r\n00b;c="d;e"\r\nabcdefghijk\r\n000;last\r\n\r\n',
+    "trailers that mean something in a header": CHUNKED
+    + b"2\r\nok\r\n0\r\nExpect: 100-continue\r\nHost: y\r\n\r\n"
+    + GET,
+    "Connection: close": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Close\r\n\r\n",
 }
 
 
@@ -135,6 +144,24 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(wire: bytes) -> None:
         assert recorder.events == whole.events, pieces
 
 
+BODIES = {
+    "a body that looks like a request": GET,
+    "a chunk that looks like a request": GET,
+    "chunk sizes and extensions": b"0123456789abcdefghijk",
+    "trailers that mean something in a header": b"ok",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body_is_what_its_framing_says(name: str) -> None:
+    recorder = Recorder()
+    assert recorder.feed(REQUESTS[name]) == ""
+    (scope, _, expects_continue), body, *others = recorder.events
+    assert (body, expects_continue) == (BODIES[name], False)
+    assert len(scope["headers"]) == 2  # trailers never become headers
+    assert all(scope["method"] == "GET" for scope, *_ in others[::2])
+
+
 def test_ambiguous_request_is_rejected_wherever_it_is_cut(subtests: pytest.Subtests) -> None:
     for name, wire in AMBIGUOUS.items():
         with subtests.test(name):
@@ -163,26 +190,6 @@ def test_scope_has_the_values_of_the_header() -> None:
     assert (keep_alive, expects_continue, body) == (True, False, b"hello")
 
 
-def test_feed_returns_whether_a_request_is_incomplete() -> None:
-    parser = Recorder().parser
-    data = (b"\r\n", b"POST / HT", b"TP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbo", b"d")
-    assert [parser.feed(piece) for piece in data] == [False, True, True, True]
-    assert parser.content_length == 4
-    assert parser.feed(b"y") is False
-
-
-def test_pipelined_requests_are_parsed_while_few_wait() -> None:
-    recorder = Recorder()
-    parser = recorder.parser
-    parser.pending = MAX_PIPELINED
-    assert recorder.feed(GET, GET * 200) == ""
-    assert recorder.events == []
-    parser.pending = MAX_PIPELINED - 1
-    assert recorder.feed(GET) == ""
-    assert len(recorder.events) == 2 * 202
-    assert parser.unparsed == b""
-
-
 @pytest.mark.parametrize(
     ("wire", "code"),
     [
@@ -208,92 +215,3 @@ def test_parser_stops_after_an_error_of_its_receiver_or_its_close() -> None:
     recorder.parser.close()
     assert recorder.feed(GET[9:], b"\0") == ""
     assert recorder.events == []
-
-
-# Deadlines.
-
-
-def opened(**options: bool) -> Deadlines:
-    return Deadlines(LIMITS, KEEP_ALIVE_S, OPENED_AT, **options)
-
-
-def used() -> Deadlines:
-    """The deadlines of a connection on which a request was answered at once."""
-    deadlines = opened()
-    deadlines.end_receiving()
-    return deadlines
-
-
-def first_due(deadlines: Deadlines, until_s: float = 200, **state: Any) -> tuple[Due | None, float]:
-    """Return what is due first and the seconds until then, if each check is made when it was asked for."""
-    now = OPENED_AT
-    while now <= OPENED_AT + until_s:
-        due, next_check_at = deadlines.check(now, **state)
-        if due is not None:
-            return due, now - OPENED_AT
-        assert now < next_check_at <= now + KEEP_ALIVE_S
-        now = next_check_at
-    return None, 0
-
-
-def test_idle_connection_is_due_after_the_timeout_of_its_state() -> None:
-    assert first_due(opened(), is_idle=True) == (Due.IDLE, 10)
-    assert first_due(opened(is_reserved=True), is_idle=True) == (Due.IDLE, 1)
-    assert first_due(used(), is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
-    assert first_due(used()) == (None, 0)  # it answers a request
-    # One that closes waits for its client to read.
-    assert first_due(opened(), is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
-    rejected = opened()
-    rejected.receive_header(OPENED_AT)
-    rejected.end_receiving()
-    rejected.start_linger(OPENED_AT)
-    assert first_due(rejected, is_idle=True) == (Due.LINGER, 1)
-
-
-def test_header_is_due_after_its_timeout_unless_reading_is_paused() -> None:
-    first = opened()
-    later = used()
-    for deadlines, due_s in ((first, 10), (later, 16)):  # the first one since the start
-        for second in (6, 7, 8):
-            end = deadlines.receive_header(OPENED_AT + second)
-            assert end == OPENED_AT + due_s
-        assert first_due(deadlines, is_idle=True) == (Due.HEADER, due_s)
-    later.end_receiving()
-    assert first_due(later, is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
-    paused = used()
-    paused.receive_header(OPENED_AT)
-    assert first_due(paused, is_paused=True) == (None, 0)
-    assert first_due(paused, 300)[0] is Due.HEADER
-
-
-def test_body_is_due_below_an_average_rate_unless_reading_is_paused() -> None:
-    deadlines = opened()
-    for second, size, remaining_s in (
-        (0, 1 << 30, 10),  # the first part does not count
-        (8, 4 * 1024, 6),
-        (9, 1 << 30, 10),  # haste is not saved up
-        (19, 1024, 1),
-        (19.5, 0, 0.5),
-        (20, 0, 0),
-    ):
-        now = OPENED_AT + second
-        deadlines.receive_body(now, size, is_paused=False)
-        due, next_check_at = deadlines.check(now)
-        assert due is (None if remaining_s else Due.BODY)
-        assert next_check_at == now + max(remaining_s, 0.25)
-    deadlines = opened()
-    deadlines.receive_body(OPENED_AT, 0, is_paused=True)
-    for second in range(0, 100, 5):
-        assert deadlines.check(OPENED_AT + second, is_paused=True)[0] is None
-    # It may have begun to send just now.
-    assert deadlines.check(OPENED_AT + 100) == (None, OPENED_AT + 110)
-    assert deadlines.check(OPENED_AT + 110)[0] is Due.BODY
-
-
-def test_response_is_due_below_an_average_rate() -> None:
-    deadlines = used()
-    deadlines.start_sending(OPENED_AT, 100 * 1024)
-    assert deadlines.check(OPENED_AT + 20, unwritten_bytes=95 * 1024)[1] == OPENED_AT + 35
-    assert deadlines.check(OPENED_AT + 35, unwritten_bytes=95 * 1024)[0] is Due.RESPONSE
-    deadlines.end_sending()
-    assert first_due(deadlines) == (None, 0)
