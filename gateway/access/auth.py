@@ -24,7 +24,6 @@ from gateway.callers import RIGHT_TO_MANAGE, Caller, CallerKind, Priority, Right
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
 from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import repeat
-from gateway.telemetry.logs import check_audit_log
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
 
 KEYS_FILE_POLL_S: Final = 0.5
@@ -280,19 +279,13 @@ def name_caller(caller: Caller, client: tuple[str, int] | None) -> str:
 
 
 def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
-    """Check the caller's right; `ModelResolver` checks its access to the model.
-
-    Raises `Forbidden`, or `AuditLogUnavailable` for a change.
-    """
+    """Check the caller's right; `ModelResolver` checks its access to the model. Raises `Forbidden`."""
     info = scope["request_info"]
-    is_change = right is RIGHT_TO_MANAGE and scope["method"] not in READ_METHODS
-    if is_change:
+    if right is RIGHT_TO_MANAGE and scope["method"] not in READ_METHODS:
         client = scope["client"]
         info.management_call = ManagementCall(model, client[0] if client else "")
     if right not in info.caller.rights:
         check_local_administrator(scope, info.caller, right)
-    if is_change:
-        check_audit_log()
 
 
 def check_local_administrator(scope: RequestScope, caller: Caller, right: Right) -> None:

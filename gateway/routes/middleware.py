@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.routing import APIRoute
@@ -204,7 +204,6 @@ class GatewayMiddleware:
     ) -> int:
         info: RequestInfo = scope["request_info"]
         status = CLIENT_CLOSED_REQUEST
-        events = services.repository.state.events
         self.choose_error_serializer(scope)
         extra_headers = [*build_own_headers(scope), *self._find_output_headers(scope)]
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
@@ -215,9 +214,6 @@ class GatewayMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *extra_headers]
-                if info.management_call is not None:
-                    info.route = get_route(framework_scope)
-                    await events.audit_response(cast(RequestScope, scope), status)
             elif framework_scope is scope:
                 info.bytes_out += len(message.get("body", b""))
             await send(message)

@@ -273,7 +273,7 @@ class Metrics:
         )
         self.dropped_lines = create.counter(
             "gateway_log_lines_dropped_total",
-            "Log lines dropped because standard error was not read in time.",
+            "Lines of the log and the audit log that could not be written, or not in time.",
         )
         self.background_failures = create.counter(
             "gateway_background_failures_total",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Final, cast
+from typing import Final
 
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
@@ -100,8 +100,6 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             )
             try:
                 start = build_start_message(response, scope)
-                if info.management_call is not None:
-                    await audit_response(services, scope, start["status"])
                 info.model = model
                 info.version = target.served_version
                 if target.choice is not None:
@@ -131,13 +129,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         services.record_model(info, model, version)
         error = await render_v2_error(Request(scope, receive), exc)
-        await audit_response(services, scope, error.status_code)
         return await send_response(error, scope, receive, send)
     return status
-
-
-async def audit_response(services: Services, scope: Scope, status: int) -> None:
-    await services.repository.state.events.audit_response(cast(RequestScope, scope), status)
 
 
 async def render_v2_error(request: Request, exc: Exception) -> Response:
