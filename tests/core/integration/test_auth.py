@@ -25,16 +25,8 @@ from hypothesis import strategies as st
 from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
-from gateway.access.keys import (
-    NO_RULES,
-    BadKeysFile,
-    add_key,
-    expire_key,
-    parse_keys_content,
-    read_keys_file,
-    remove_key,
-    rotate_key,
-)
+from gateway.access.keys import NO_RULES, BadKeysFile, parse_keys_content, read_keys_file
+from gateway.access.keys_editor import add_key, expire_key, remove_key, rotate_key
 from gateway.app import create_app
 from gateway.callers import Caller, CallerLimits, Role
 from gateway.config.settings import Settings
@@ -1021,7 +1013,7 @@ def test_keys_that_are_added_concurrently_through_a_link_are_all_kept(tmp_path: 
     link = tmp_path / "keys.yaml"
     link.symlink_to(real)
     code = (
-        "import sys; from pathlib import Path; from gateway.access.keys import add_key\n"
+        "import sys; from pathlib import Path; from gateway.access.keys_editor import add_key\n"
         "from gateway.callers import Role\n"
         "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'])"
     )
