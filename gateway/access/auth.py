@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
@@ -94,27 +94,43 @@ CORE_PATHS: Final = PathRules(
 REFUSALS: Final = (Unauthenticated, Forbidden, Unavailable)
 
 
-class CredentialVerifier:
-    """Identifies callers by other credentials than the keys of the keys file: by none, until a capability
-    sets its own verifier."""
+class Verifier(Protocol):
+    """Identifies callers by one kind of credentials. The digest is that of `hash_key`."""
+
+    def recognizes(self, scope: RequestScope, digest: bytes) -> bool: ...
 
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
-        """Return the caller; None if it must be verified first. The digest is that of `hash_key`.
-
-        Raises `Unauthenticated` or `Forbidden`.
-        """
-        raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
+        """Return the caller; None if it must be verified first. Raises `Unauthenticated` or `Forbidden`."""
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
-        """Verify the credentials; without `may_wait`, only with what is known.
+        """Verify the credentials; without `may_wait`, only with what is known. Raises one of `REFUSALS`.
 
-        Raises `Unauthenticated`, `Forbidden` or `Unavailable`.
+        Only a verifier whose `find_caller` can return None needs it.
         """
-        raise Unauthenticated(KEY_REQUIRED)
+        raise NotImplementedError
+
+
+class KeyVerifier(Verifier):
+    """Identifies callers by the keys of the keys file."""
+
+    def __init__(self, file: KeysFile) -> None:
+        self._file = file
+
+    def recognizes(self, scope: RequestScope, digest: bytes) -> bool:
+        return self._file.find_caller(digest) is not None
+
+    def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
+        caller = self._file.find_caller(digest)
+        if caller is not None and (caller.expires is not None or caller.not_before is not None):
+            check_key_period(caller, datetime.now(timezone.utc))
+        return caller
 
 
 class Authenticator:
-    """Identifies callers by their key; without a keys file every caller is anonymous."""
+    """Identifies callers by the first verifier that recognizes their credentials.
+
+    Without a keys file every caller is anonymous.
+    """
 
     def __init__(
         self,
@@ -125,7 +141,7 @@ class Authenticator:
         local_admin: bool = True,
     ) -> None:
         self.keys_file = keys_file
-        self.verifier = CredentialVerifier()
+        self.verifiers: list[Verifier] = [] if keys_file is None else [KeyVerifier(keys_file)]
         self._paths = paths
         self._allowed_hosts = tuple(allowed_hosts)
         self._anonymous = Caller(
@@ -146,17 +162,11 @@ class Authenticator:
         """
         if self._allowed_hosts:
             self._check_host(scope["headers"])
-        file = self.keys_file
-        if file is None:
+        if self.keys_file is None:
             return self._anonymous
         try:
             digest = read_head(scope, hash_key)
-            caller = file.find_caller(digest)
-            if caller is None:
-                return self.verifier.find_caller(scope, digest)
-            if caller.expires is not None or caller.not_before is not None:
-                check_key_period(caller, datetime.now(timezone.utc))
-            return caller
+            return self._choose_verifier(scope, digest).find_caller(scope, digest)
         except REFUSALS:
             if self._is_public(scope["path"]):
                 return UNAUTHENTICATED
@@ -169,11 +179,18 @@ class Authenticator:
         """
         is_public = is_public or self._is_public(scope["path"])
         try:
-            return await self.verifier.verify(scope, may_wait=not is_public)
+            verifier = self._choose_verifier(scope, read_head(scope, hash_key))
+            return await verifier.verify(scope, may_wait=not is_public)
         except REFUSALS:
             if is_public:
                 return UNAUTHENTICATED
             raise
+
+    def _choose_verifier(self, scope: RequestScope, digest: bytes) -> Verifier:
+        for verifier in self.verifiers:
+            if verifier.recognizes(scope, digest):
+                return verifier
+        raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
 
     def _is_public(self, path: str) -> bool:
         return path in self._paths.public or path.startswith(self._paths.public_prefixes)

@@ -39,11 +39,10 @@ def attach_identity(settings: Settings) -> Attachment | None:
 
         access = services.access
         if access.keys_file is not None:
-            access.verifier = IdentityVerifier(
-                access.keys_file,
-                tokens,
-                asks_for_certificates=asks_for_certificates,
+            verifier = IdentityVerifier(
+                access.keys_file, tokens, asks_for_certificates=asks_for_certificates
             )
+            access.verifiers.append(verifier)
         if tokens is not None:
             from gateway.capabilities.identity.issuer import KeysCollector
 
