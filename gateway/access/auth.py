@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
@@ -94,19 +94,22 @@ CORE_PATHS: Final = PathRules(
 REFUSALS: Final = (Unauthenticated, Forbidden, Unavailable)
 
 
-class Verifier(Protocol):
-    """Identifies callers by one kind of credentials. The digest is that of `hash_key`."""
+# Returned for credentials that take time to verify.
+UNVERIFIED: Final = Caller("", models=(), kind=CallerKind.unauthenticated)
 
-    def recognizes(self, scope: RequestScope, digest: bytes) -> bool: ...
+
+class Verifier:
+    """Identifies callers by one kind of credentials."""
 
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
-        """Return the caller; None if it must be verified first. Raises `Unauthenticated` or `Forbidden`."""
+        """Return the caller, or `UNVERIFIED`; None if the credentials are of another kind.
+
+        The digest is that of `hash_key`. Raises `Unauthenticated` or `Forbidden`.
+        """
+        raise NotImplementedError
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
-        """Verify the credentials; without `may_wait`, only with what is known. Raises one of `REFUSALS`.
-
-        Only a verifier whose `find_caller` can return None needs it.
-        """
+        """Verify the credentials; without `may_wait`, only with what is known. Raises one of `REFUSALS`."""
         raise NotImplementedError
 
 
@@ -115,9 +118,6 @@ class KeyVerifier(Verifier):
 
     def __init__(self, file: KeysFile) -> None:
         self._file = file
-
-    def recognizes(self, scope: RequestScope, digest: bytes) -> bool:
-        return self._file.find_caller(digest) is not None
 
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
         caller = self._file.find_caller(digest)
@@ -166,7 +166,11 @@ class Authenticator:
             return self._anonymous
         try:
             digest = read_head(scope, hash_key)
-            return self._choose_verifier(scope, digest).find_caller(scope, digest)
+            for verifier in self.verifiers:
+                caller = verifier.find_caller(scope, digest)
+                if caller is not None:
+                    return None if caller is UNVERIFIED else caller
+            raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
         except REFUSALS:
             if self._is_public(scope["path"]):
                 return UNAUTHENTICATED
@@ -179,18 +183,18 @@ class Authenticator:
         """
         is_public = is_public or self._is_public(scope["path"])
         try:
-            verifier = self._choose_verifier(scope, read_head(scope, hash_key))
-            return await verifier.verify(scope, may_wait=not is_public)
+            digest = read_head(scope, hash_key)
+            for verifier in self.verifiers:
+                caller = verifier.find_caller(scope, digest)
+                if caller is UNVERIFIED:
+                    return await verifier.verify(scope, may_wait=not is_public)
+                if caller is not None:
+                    return caller
+            raise Unauthenticated(KEY_REQUIRED)
         except REFUSALS:
             if is_public:
                 return UNAUTHENTICATED
             raise
-
-    def _choose_verifier(self, scope: RequestScope, digest: bytes) -> Verifier:
-        for verifier in self.verifiers:
-            if verifier.recognizes(scope, digest):
-                return verifier
-        raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
 
     def _is_public(self, path: str) -> bool:
         return path in self._paths.public or path.startswith(self._paths.public_prefixes)

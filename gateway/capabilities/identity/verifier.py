@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from gateway.access.auth import Verifier, extract_key, hash_key, is_cross_origin
+from gateway.access.auth import UNVERIFIED, Verifier, extract_key, hash_key, is_cross_origin
 from gateway.access.keys import CallerRule, KeysFile
 from gateway.callers import Caller
 from gateway.capabilities.identity.errors import (
@@ -69,10 +69,6 @@ class IdentityVerifier(Verifier):
         if tokens is not None:
             tokens.source.on_change = self._by_token_digest.clear
 
-    def recognizes(self, scope: RequestScope, digest: bytes) -> bool:
-        # A key that `key create` made has no dots, and the parts of a token are separated by them.
-        return not digest or (self._tokens is not None and b"." in extract_key(scope["headers"]))
-
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
         if self._content is not self._keys_file.value:
             self._forget_rules()
@@ -81,7 +77,9 @@ class IdentityVerifier(Verifier):
         identity = self._by_token_digest.get(digest)
         if identity is not None and time.time() < identity.expires_at:
             return accept_identity(scope, identity)
-        return None
+        # A key that `key create` made has no dots, and the parts of a token are separated by them.
+        is_token = self._tokens is not None and b"." in extract_key(scope["headers"])
+        return UNVERIFIED if is_token else None
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
         tokens = cast("TokenChecker", self._tokens)
