@@ -369,7 +369,8 @@ class Metrics:
     def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
         model = info.model
         upstream_s = info.upstream_s
-        self.duration.observe((info.route, model, info.version, *STATUS_LABELS[status]), duration_s)
+        status_class, code = STATUS_LABELS[status]
+        self.duration.observe((info.route, model, info.version, status_class, code), duration_s)
         self.bytes_in.pending[(model,)] += info.bytes_in
         self.bytes_out.pending[(model,)] += info.bytes_out
         if model:
