@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from gateway import __version__
-from gateway.access.keys import add_key, expire_key, read_keys_file, remove_key, rotate_key
+from gateway.access.keys import read_keys_file
 from gateway.callers import CallerLimits, Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
@@ -399,6 +399,8 @@ def create_key(
     file: KeysPath = None,
 ) -> None:
     """Create a key and store its hash in the keys file. The key itself is printed once."""
+    from gateway.access.keys_editor import add_key
+
     path = resolve_keys_path(file)
     key = add_key(
         path,
@@ -457,6 +459,8 @@ def rotate_old_key(
     file: KeysPath = None,
 ) -> None:
     """Create a second key of a name, with the same rights and counted together; the old one expires."""
+    from gateway.access.keys_editor import rotate_key
+
     path = resolve_keys_path(file)
     old_expires = overlap or parse_moment("1d")
     key = rotate_key(path, name, old_expires, expires)
@@ -469,6 +473,8 @@ def rotate_old_key(
 @key_commands.command("expire")
 def end_key(name: KeyName, expires: ExpiresAt = None, file: KeysPath = None) -> None:
     """Let the keys of a name expire: now, or at a time. They are refused with the reason then."""
+    from gateway.access.keys_editor import expire_key
+
     path = resolve_keys_path(file)
     at = expires or parse_moment("0m")
     expire_key(path, name, at)
@@ -478,6 +484,8 @@ def end_key(name: KeyName, expires: ExpiresAt = None, file: KeysPath = None) -> 
 @key_commands.command("revoke")
 def revoke_key(name: KeyName, file: KeysPath = None) -> None:
     """Remove the keys of a name from the keys file; running gateways apply it within two seconds."""
+    from gateway.access.keys_editor import remove_key
+
     path = resolve_keys_path(file)
     remove_key(path, name)
     print_message(f"removed key {name} from {path}")

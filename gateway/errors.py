@@ -310,18 +310,6 @@ class Unavailable(GatewayError):
     retry_after_s = 1
 
 
-class AuditLogUnavailable(Unavailable):
-    """The audit log cannot be written, so that a change would not be recorded."""
-
-    code = "AUDIT_LOG_UNAVAILABLE"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"nothing was changed, because the audit log cannot be written ({reason}); once it can be, try "
-            "again"
-        )
-
-
 class NotEnoughMemory(GatewayError):
     status = 503
     code = "OUT_OF_MEMORY"

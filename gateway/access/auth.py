@@ -24,7 +24,6 @@ from gateway.callers import RIGHT_TO_MANAGE, Caller, CallerKind, Priority, Right
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
 from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import repeat
-from gateway.telemetry.logs import check_audit_log
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
 
 KEYS_FILE_POLL_S: Final = 0.5
@@ -95,27 +94,43 @@ CORE_PATHS: Final = PathRules(
 REFUSALS: Final = (Unauthenticated, Forbidden, Unavailable)
 
 
-class CredentialVerifier:
-    """Identifies callers by other credentials than the keys of the keys file: by none, until a capability
-    sets its own verifier."""
+# Returned for credentials that take time to verify.
+UNVERIFIED: Final = Caller("", models=(), kind=CallerKind.unauthenticated)
+
+
+class Verifier:
+    """Identifies callers by one kind of credentials."""
 
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
-        """Return the caller; None if it must be verified first. The digest is that of `hash_key`.
+        """Return the caller, or `UNVERIFIED`; None if the credentials are of another kind.
 
-        Raises `Unauthenticated` or `Forbidden`.
+        The digest is that of `hash_key`. Raises `Unauthenticated` or `Forbidden`.
         """
-        raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
+        raise NotImplementedError
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
-        """Verify the credentials; without `may_wait`, only with what is known.
+        """Verify the credentials; without `may_wait`, only with what is known. Raises one of `REFUSALS`."""
+        raise NotImplementedError
 
-        Raises `Unauthenticated`, `Forbidden` or `Unavailable`.
-        """
-        raise Unauthenticated(KEY_REQUIRED)
+
+class KeyVerifier(Verifier):
+    """Identifies callers by the keys of the keys file."""
+
+    def __init__(self, file: KeysFile) -> None:
+        self._file = file
+
+    def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
+        caller = self._file.find_caller(digest)
+        if caller is not None and (caller.expires is not None or caller.not_before is not None):
+            check_key_period(caller, datetime.now(timezone.utc))
+        return caller
 
 
 class Authenticator:
-    """Identifies callers by their key; without a keys file every caller is anonymous."""
+    """Identifies callers by the first verifier that recognizes their credentials.
+
+    Without a keys file every caller is anonymous.
+    """
 
     def __init__(
         self,
@@ -126,7 +141,7 @@ class Authenticator:
         local_admin: bool = True,
     ) -> None:
         self.keys_file = keys_file
-        self.verifier = CredentialVerifier()
+        self.verifiers: list[Verifier] = [] if keys_file is None else [KeyVerifier(keys_file)]
         self._paths = paths
         self._allowed_hosts = tuple(allowed_hosts)
         self._anonymous = Caller(
@@ -147,17 +162,15 @@ class Authenticator:
         """
         if self._allowed_hosts:
             self._check_host(scope["headers"])
-        file = self.keys_file
-        if file is None:
+        if self.keys_file is None:
             return self._anonymous
         try:
             digest = read_head(scope, hash_key)
-            caller = file.find_caller(digest)
-            if caller is None:
-                return self.verifier.find_caller(scope, digest)
-            if caller.expires is not None or caller.not_before is not None:
-                check_key_period(caller, datetime.now(timezone.utc))
-            return caller
+            for verifier in self.verifiers:
+                caller = verifier.find_caller(scope, digest)
+                if caller is not None:
+                    return None if caller is UNVERIFIED else caller
+            raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
         except REFUSALS:
             if self._is_public(scope["path"]):
                 return UNAUTHENTICATED
@@ -170,7 +183,14 @@ class Authenticator:
         """
         is_public = is_public or self._is_public(scope["path"])
         try:
-            return await self.verifier.verify(scope, may_wait=not is_public)
+            digest = read_head(scope, hash_key)
+            for verifier in self.verifiers:
+                caller = verifier.find_caller(scope, digest)
+                if caller is UNVERIFIED:
+                    return await verifier.verify(scope, may_wait=not is_public)
+                if caller is not None:
+                    return caller
+            raise Unauthenticated(KEY_REQUIRED)
         except REFUSALS:
             if is_public:
                 return UNAUTHENTICATED
@@ -280,19 +300,13 @@ def name_caller(caller: Caller, client: tuple[str, int] | None) -> str:
 
 
 def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
-    """Check the caller's right; `ModelResolver` checks its access to the model.
-
-    Raises `Forbidden`, or `AuditLogUnavailable` for a change.
-    """
+    """Check the caller's right; `ModelResolver` checks its access to the model. Raises `Forbidden`."""
     info = scope["request_info"]
-    is_change = right is RIGHT_TO_MANAGE and scope["method"] not in READ_METHODS
-    if is_change:
+    if right is RIGHT_TO_MANAGE and scope["method"] not in READ_METHODS:
         client = scope["client"]
         info.management_call = ManagementCall(model, client[0] if client else "")
     if right not in info.caller.rights:
         check_local_administrator(scope, info.caller, right)
-    if is_change:
-        check_audit_log()
 
 
 def check_local_administrator(scope: RequestScope, caller: Caller, right: Right) -> None:

@@ -5,21 +5,13 @@ Error messages about a keys file do not quote its contents.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import math
-import os
 import re
-import secrets
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
-from functools import partial
 from hmac import compare_digest
 from pathlib import Path
-from textwrap import indent
 from typing import Any, Final, TypeGuard
 
 import yaml
@@ -30,8 +22,6 @@ from gateway.messages import CommandError, format_utc_time, join_names, parse_ti
 from gateway.webhooks import SECRET_PREFIX, decode_secret
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
-KEY_BYTES: Final = 32
-KEY_ID_BYTES: Final = 8
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -47,9 +37,6 @@ MAX_COUNT: Final = 10**15  # Redis counts in floating point
 NO_LIMITS: Final = CallerLimits()
 NEVER: Final = datetime.max.replace(tzinfo=timezone.utc)
 KEYS: Final = "keys"  # the name of the list
-KeyEntries = Sequence[Mapping[str, Any]]
-# Changes one of the entries, in the text as well.
-EntryEditor = Callable[[str, KeyEntries, int], tuple[str, KeyEntries]]
 
 
 class BadKeysFile(CommandError):
@@ -334,225 +321,3 @@ def read_keys_text(path: Path) -> str:
         raise BadKeysFile(f"the keys file {path}: {exc.strerror}") from None
     except UnicodeDecodeError:
         raise BadKeysFile(f"the keys file {path}: the file is not valid UTF-8") from None
-
-
-def add_key(
-    path: Path, name: str, roles: Sequence[Role], models: Sequence[str], **optional: Any
-) -> str:
-    """Add a key and return it; only its hash is stored. Raises `BadKeysFile`."""
-    key = generate_key()
-    entry: dict[str, Any] = {
-        "name": name,
-        "id": secrets.token_hex(KEY_ID_BYTES),
-        "sha256": hash_secret(key),
-        "roles": [role.value for role in roles],
-        "models": list(models),
-        **{field: value for field, value in optional.items() if value is not None},
-    }
-    parse_key_entry("the new key", entry)
-    with lock_keys_file(path) as (text, entries):
-        if any(other["name"] == name for other in entries):
-            raise BadKeysFile(
-                f"key '{name}' already exists; rotate it, revoke it or choose another name"
-            )
-        write_keys_file(path, append_key_entry(text, [*entries, entry]))
-    return key
-
-
-def generate_key() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-
-
-def hash_secret(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def rotate_key(path: Path, name: str, old_expires: datetime, expires: datetime | None) -> str:
-    """Add a key with the rights of another one of this name, which expires then; return the new one.
-
-    Raises `BadKeysFile`.
-    """
-    key = generate_key()
-    with lock_keys_file(path) as (old_text, old_entries):
-        index = find_last_entry(path, name, old_entries)
-        old = old_entries[index]
-        if expires is None and old.get("expires") is not None:
-            raise BadKeysFile(f"key '{name}' expires; say when the new one does, with --expires")
-        entry = {field: old[field] for field in old if field not in TIME_FIELDS}
-        entry["sha256"] = hash_secret(key)
-        if expires is not None:
-            entry["expires"] = format_utc_time(expires)
-        text, entries = set_expiry(old_text, old_entries, index, old_expires)
-        write_keys_file(path, append_key_entry(text, [*entries, entry]))
-    return key
-
-
-def expire_key(path: Path, name: str, expires: datetime) -> None:
-    """Let all keys of a name expire at this time, or earlier if they do. Raises `BadKeysFile`."""
-    edit_entries(path, name, partial(set_expiry, expires=expires))
-
-
-def edit_entries(path: Path, name: str, edit: EntryEditor) -> None:
-    """Edit all keys of a name, which has one at least. Raises `BadKeysFile`."""
-    with lock_keys_file(path) as content:
-        entries = content[1]
-        find_last_entry(path, name, entries)
-        indexes = [index for index, entry in enumerate(entries) if entry["name"] == name]
-        edited = content
-        for index in reversed(indexes):
-            edited = edit(*edited, index)
-        write_keys_file(path, edited[0])
-
-
-def find_last_entry(path: Path, name: str, entries: Sequence[Any]) -> int:
-    """Return the index of the key of this name that expires last."""
-    indexes = [index for index, entry in enumerate(entries) if entry["name"] == name]
-    if not indexes:
-        raise BadKeysFile(f"key '{name}' not found in {path}")
-    return max(indexes, key=lambda index: find_end(parse_key_entry("key", entries[index])))
-
-
-def set_expiry(
-    text: str, entries: KeyEntries, index: int, expires: datetime
-) -> tuple[str, KeyEntries]:
-    """Return the text and the entries with a key that expires then, unless it expires earlier."""
-    entry = entries[index]
-    if find_end(parse_key_entry("key", entry)) <= expires:
-        return text, entries
-    changed = {**entry, "expires": format_utc_time(expires)}
-    parse_key_entry("the key", changed)
-    changed_entries = [*entries[:index], changed, *entries[index + 1 :]]
-    return replace_expiry(text, index, changed_entries), changed_entries
-
-
-def remove_key(path: Path, name: str) -> None:
-    """Remove all keys of a name. Raises `BadKeysFile`."""
-
-    def remove(text: str, entries: KeyEntries, index: int) -> tuple[str, KeyEntries]:
-        remaining = [*entries[:index], *entries[index + 1 :]]
-        return remove_key_entry(text, index, remaining), remaining
-
-    edit_entries(path, name, remove)
-
-
-@contextmanager
-def lock_keys_file(path: Path) -> Iterator[tuple[str, KeyEntries]]:
-    """Lock the file for other commands; yield its text and entries, both empty if it does not exist."""
-    try:
-        folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as exc:
-        raise BadKeysFile(f"the folder of {path}: {exc.strerror}") from None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        if path.exists() and (text := read_keys_text(path)).strip():
-            read_keys_file(path)
-            yield text, parse_document(text).get(KEYS, [])
-        else:
-            yield "", []
-    finally:
-        os.close(folder)
-
-
-def replace_keys(text: str, entries: Sequence[Any]) -> dict[str, Any]:
-    return {**(parse_document(text) if text else {}), KEYS: list(entries)}
-
-
-def dump_key_entries(text: str, entries: Sequence[Any]) -> str:
-    return yaml.safe_dump(replace_keys(text, entries), sort_keys=False, width=math.inf)
-
-
-def find_key_list(text: str) -> yaml.SequenceNode | None:
-    """Return the list of keys if it is a non-empty block sequence."""
-    document = yaml.compose(text, yaml.SafeLoader) if text else None
-    if isinstance(document, yaml.MappingNode):
-        keys = next((node for name, node in document.value if name.value == KEYS), None)
-        if isinstance(keys, yaml.SequenceNode) and keys.value and not keys.flow_style:
-            return keys
-    return None
-
-
-def find_list_end(lines: Sequence[str], key_list: yaml.SequenceNode) -> int:
-    """Return the line after the list. Comments and empty lines after it belong to what follows."""
-    end: int = key_list.end_mark.line
-    if end < len(lines):
-        while not lines[end - 1].strip() or lines[end - 1].startswith("#"):
-            end -= 1
-    return end
-
-
-def append_key_entry(text: str, entries: Sequence[Any]) -> str:
-    """Return the text with the last of these entries added; comments are kept where possible."""
-    key_list = find_key_list(text)
-    if key_list is not None:
-        lines = text.splitlines(keepends=True)
-        end = find_list_end(lines, key_list)
-        addition = yaml.safe_dump([entries[-1]], sort_keys=False, width=math.inf)
-        before = "".join(lines[:end]).rstrip()
-        added = indent(addition, " " * key_list.start_mark.column)
-        extended = "".join((before, "\n", added, *lines[end:]))
-        if holds_key_entries(extended, replace_keys(text, entries)):
-            return extended
-    return dump_key_entries(text, entries)
-
-
-def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
-    key_list = find_key_list(text)
-    if key_list is not None and remaining:
-        lines = text.splitlines(keepends=True)
-        nodes = key_list.value
-        end = find_list_end(lines, key_list)
-        if nodes[index + 1 :]:
-            end = nodes[index + 1].start_mark.line
-        shortened = "".join(lines[: nodes[index].start_mark.line] + lines[end:])
-        if holds_key_entries(shortened, replace_keys(text, remaining)):
-            return shortened
-    return dump_key_entries(text, remaining)
-
-
-def replace_expiry(text: str, index: int, entries: Sequence[Any]) -> str:
-    """Return the text with the time of one of these entries; the rest is kept where possible."""
-    key_list = find_key_list(text)
-    if key_list is not None:
-        entry = key_list.value[index]
-        value = f'"{entries[index]["expires"]}"'
-        nodes = {name.value: (name, node) for name, node in entry.value}
-        if "expires" in nodes:
-            node = nodes["expires"][1]
-            changed = text[: node.start_mark.index] + value + text[node.end_mark.index :]
-        else:
-            mark = nodes["sha256"][0].start_mark
-            separator = ", " if entry.flow_style else "\n" + " " * mark.column
-            field = f"expires: {value}{separator}"
-            changed = text[: mark.index] + field + text[mark.index :]
-        if holds_key_entries(changed, replace_keys(text, entries)):
-            return changed
-    return dump_key_entries(text, entries)
-
-
-def holds_key_entries(text: str, document: Mapping[str, Any]) -> bool:
-    try:
-        return parse_document(text) == document
-    except BadKeysFile:
-        return False
-
-
-def write_keys_file(path: Path, text: str) -> None:
-    """Replace the file atomically, readable by its owner only; a symbolic link stays one."""
-    target = path.resolve()
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                if target.exists() and os.geteuid() == 0:
-                    status = target.stat()
-                    os.fchown(file.fileno(), status.st_uid, status.st_gid)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(target)
-        except BaseException:
-            with suppress(OSError):
-                Path(name).unlink()
-            raise
-    except OSError as exc:
-        raise BadKeysFile(f"the keys file {path} cannot be written: {exc.strerror}") from None

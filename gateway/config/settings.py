@@ -361,8 +361,7 @@ class ObservabilitySettings(BaseModel):
     log_format: LogFormat = LogFormat.console
     """console for people, json for one JSON object per line."""
     audit_log: str = ""
-    """stdout or a FILE: where the audit log is written, as JSON lines, each before the response of its call.
-    While it cannot be written, administrative changes are refused. Empty: it is a part of the log."""
+    """stdout or a FILE: where the audit log is written, as JSON lines. Empty: it is a part of the log."""
     metrics_replicas: bool = True
     """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
     otlp_endpoint: str = ""

@@ -289,7 +289,7 @@ class Dispatcher:
         Metadata that the gateway reads is idempotent, and not an attempt of the client's request.
         """
         duration_s = perf_counter() - started_at
-        self._metrics.pending_attempts[replica.name, outcome] += 1
+        self._metrics.count_attempt(replica.name, outcome)
         if info is not None:
             info.replica = replica.name
             if not call.is_idempotent:

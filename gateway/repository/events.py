@@ -29,10 +29,7 @@ from gateway.telemetry.audit import (
     find_outcome,
     list_changes,
 )
-from gateway.telemetry.logs import find_audit_log
-from gateway.telemetry.refusals import REFUSED_STATUSES
 from gateway.telemetry.request_info import (
-    ManagementCall,
     RequestInfo,
     RequestScope,
     current_request_info,
@@ -44,7 +41,7 @@ T = TypeVar("T")
 RETRY_S: Final = 2.0
 MAX_FLUSH_S: Final = 1.0
 LEASE_NAME: Final = "events"
-# Refused calls of a caller that each have a line of the audit log: 60 in a minute.
+# Refused calls of a key after the first one that each have a line of the audit log: 60 in a minute.
 MAX_REFUSALS: Final = RateWindow(60, 60)
 
 
@@ -64,50 +61,28 @@ class EventLog:
         self._turn = asyncio.Lock()
         self._refusals = LocalRateWindows(monotonic)
 
-    async def audit_response(self, scope: RequestScope, status: int) -> None:
-        """Record the call of a response that is about to be sent, if there is an audit log of its own.
+    def record_call(self, scope: RequestScope, status: int, *, is_repeated: bool) -> None:
+        """Record a call whose response was sent.
 
-        Refused calls of unknown callers, and many of one key, are recorded later, where they are sampled:
-        they could fill the disk.
+        Refused calls could fill the disk: those of an anonymous caller, and many of one key, are left out
+        if they are refused like one before.
         """
-        audit_log = find_audit_log()
         info = scope["request_info"]
         call = info.management_call
-        if audit_log is None or call is None or call.is_recorded:
+        if call is None:
             return
-        event = self._build_event(scope, call, status)
-        if not (event.is_refused and self._is_sampled(info, status)):
-            self._record_call(scope, call, event)
-            await audit_log.flush_lines()
-
-    def _is_sampled(self, info: RequestInfo, status: int) -> bool:
-        """Return whether only some of the refused calls of the caller are recorded."""
-        if info.caller.kind is CallerKind.anonymous:
-            return True
-        if status not in REFUSED_STATUSES:
-            return False
-        return self._refusals.count(MAX_REFUSALS, info.caller_name).wait_s > 0
-
-    def record_call(self, scope: RequestScope, status: int, *, is_repeated: bool) -> None:
-        """Record a call whose response was sent, unless it is refused like one before."""
-        call = scope["request_info"].management_call
-        if call is None or call.is_recorded:
-            return
-        event = self._build_event(scope, call, status)
-        if not (is_repeated and event.is_refused):
-            self._record_call(scope, call, event)
-
-    def _build_event(self, scope: RequestScope, call: ManagementCall, status: int) -> Event:
-        info = scope["request_info"]
         outcome = find_outcome(status)
         message = f"{scope['method']} {scope['path']}: {outcome}"
         error = {"code": info.error_code, "reason": info.error_reason}
-        return build_call_event(info, call, message, outcome, status=status, **error)
+        event = build_call_event(info, call, message, outcome, status=status, **error)
+        if not (event.is_refused and is_repeated and self._is_sampled(info)):
+            duration_ms = round(1000 * (perf_counter() - call.started_at), 2)
+            self.record(event, method=scope["method"], path=scope["path"], duration_ms=duration_ms)
 
-    def _record_call(self, scope: RequestScope, call: ManagementCall, event: Event) -> None:
-        call.is_recorded = True
-        duration_ms = round(1000 * (perf_counter() - call.started_at), 2)
-        self.record(event, method=scope["method"], path=scope["path"], duration_ms=duration_ms)
+    def _is_sampled(self, info: RequestInfo) -> bool:
+        if info.caller.kind is CallerKind.anonymous:
+            return True
+        return self._refusals.count(MAX_REFUSALS, info.caller_name).wait_s > 0
 
     def record(self, event: Event, **fields: Any) -> None:
         """Record an event; the fields are of its line alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -29,10 +29,7 @@ from gateway.headers import MAX_ACCEPT_CHARS, list_accepted_types
 from gateway.media_types import JSON, PROBLEM_JSON
 from gateway.messages import quote_text
 from gateway.routes.passthrough.rules import is_passthrough
-from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo, RequestScope
-
-if TYPE_CHECKING:
-    from gateway.services import Services
+from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo
 
 log = logging.getLogger(__name__)
 
@@ -217,12 +214,6 @@ class ErrorBorder:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers]
-                if info.management_call is not None:
-                    info.route = info.route or get_route(scope)
-                    services: Services = scope["services"]
-                    await services.repository.state.events.audit_response(
-                        cast(RequestScope, scope), info.status
-                    )
             elif scope["method"] != "HEAD":
                 info.bytes_out += len(message.get("body", b""))
             await send(message)

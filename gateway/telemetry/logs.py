@@ -1,33 +1,30 @@
-"""Log formatters (console and JSON, one line per record, with the request id) and the queued log handler."""
+"""Log formatters (console and JSON, one line per record, with the request id), and the handler of both logs.
+
+A line is formatted where it is logged, and written by a thread. The audit log is a logger, whose lines go to
+the log, or with `GATEWAY_AUDIT_LOG` to a place of their own.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
 import logging
 import os
 import select
 import signal
-import stat
-import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
+from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from gateway.config.settings import LogFormat, LogLevel, Settings
-from gateway.errors import AuditLogUnavailable
 from gateway.messages import (
     CommandError,
     escape_unprintable,
@@ -41,12 +38,6 @@ STDOUT: Final = 1
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
 TO_STDOUT: Final = "stdout"  # the value of `GATEWAY_AUDIT_LOG`
-# For the lines of the changes that are in progress when the disk becomes full.
-RESERVE_BYTES: Final = 256 << 10
-AUDIT_TIMEOUT_S: Final = 5.0
-AUDIT_CHECK_INTERVAL_S: Final = 1.0
-MAX_WAITING_AUDIT_LINES: Final = 1000
-TOO_MANY_LINES: Final = "too many lines wait"
 log = logging.getLogger(__name__)
 ACCESS_LOGGER: Final = "gateway.access"
 READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -54,129 +45,130 @@ LogFields = Mapping[str, Any]
 OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
 STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
 
-MAX_QUEUED_BYTES: Final = 4 << 20  # limit of the lines that wait to be written
-WRITE_BATCH_BYTES: Final = 64 << 10
-# Lines that follow the first one within this time are written together, because waking the thread for each
-# line would cost more than the line itself.
+MAX_QUEUED_CHARS: Final = 4 << 20  # limit of the lines that wait to be written
+MAX_BATCH_LINES: Final = 256
 BATCH_DELAY_S: Final = 0.005
-FLUSH_POLL_S: Final = 0.005
 
 
-def format_dropped_notice(count: int) -> str:
-    return f"{count} log lines were dropped here because standard error was not read in time"
-
-
-class LineWriter:
+class LineWriter(QueueListener):
     """A bounded queue of lines, and the thread that writes them.
 
-    A full queue drops and counts new lines, and writes a notice with their number when it has room again. All
-    methods may be called from any thread and from signal handlers.
+    A full queue drops and counts new lines, and their number is written as soon as there is room. All methods
+    but `handle` and `dequeue` may be called from any thread and from signal handlers.
     """
 
     def __init__(
         self,
-        descriptor: int,
-        max_bytes: int = MAX_QUEUED_BYTES,
-        format_notice: Callable[[int], str] = format_dropped_notice,
+        write: Callable[[str], object],
+        format_notice: Callable[[int], str],
+        max_chars: int = MAX_QUEUED_CHARS,
     ) -> None:
-        self.descriptor = descriptor
-        self.max_bytes = max_bytes
-        self.format_notice = format_notice
+        self._items: SimpleQueue[str | threading.Event] = SimpleQueue()
+        super().__init__(self._items)
         self.dropped_count = 0
+        self._write = write
+        self._format_notice = format_notice
+        self._max_chars = max_chars
+        self._waiting_chars = 0
         self._unreported_count = 0  # lines dropped since the last notice
-        self._lines: deque[str] = deque()
-        self._queued_size = 0
-        self._is_idle = True
-        self._wakeup: SimpleQueue[None] = SimpleQueue()
+        self._batch: list[str] = []
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
-        threading.Thread(target=self._run, name="log-writer", daemon=True).start()
+        self.start()
 
-    def enqueue(self, text: str) -> None:
+    def put(self, text: str) -> None:
         # `text` is one or more lines with their line ends; all of them are written, or none.
         with self._lock:
-            if self._queued_size and self._queued_size + len(text) > self.max_bytes:
+            if self._waiting_chars and self._waiting_chars + len(text) > self._max_chars:
                 self.dropped_count += 1
                 self._unreported_count += 1
                 return
-            if self._unreported_count:
-                self._append_notice()
-            self._append(text)
-            was_idle = self._is_idle
-            self._is_idle = False
-        if was_idle:
-            self._wakeup.put(None)
+            self._waiting_chars += len(text)
+        self._items.put(text)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all lines are written; return False after the timeout."""
-        deadline = time.monotonic() + timeout_s
-        while not self._is_idle:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(FLUSH_POLL_S)
-        return True
+        flushed = threading.Event()
+        self._items.put(flushed)
+        return flushed.wait(timeout_s)
 
-    def _append_notice(self) -> None:
-        self._append(f"{self.format_notice(self._unreported_count)}\n")
-        self._unreported_count = 0
+    # In the thread.
 
-    def _append(self, text: str) -> None:
-        self._lines.append(text)
-        self._queued_size += len(text)
+    def dequeue(self, block: bool) -> Any:
+        with suppress(Empty):
+            return self._items.get_nowait()
+        item = self._items.get(block)
+        # Lines that follow within this time are written together, because waking the thread for each line
+        # would cost more than the line itself.
+        time.sleep(BATCH_DELAY_S)
+        return item
 
-    def _run(self) -> None:
-        while True:
-            self._wakeup.get()
-            time.sleep(BATCH_DELAY_S)
-            is_idle = False
-            while not is_idle:
-                try:
-                    is_idle = self._write_batch()
-                except Exception:  # noqa: BLE001 - such as MemoryError; later lines must be written
-                    with self._lock:
-                        self.dropped_count += 1
-                    time.sleep(BATCH_DELAY_S)
+    def handle(self, item: Any) -> None:
+        if isinstance(item, str):
+            self._batch.append(item)
+            if len(self._batch) < MAX_BATCH_LINES and not self._items.empty():
+                return
+        if self._batch:
+            self._write_batch()
+        if isinstance(item, threading.Event):
+            item.set()
 
-    def _write_batch(self) -> bool:
-        """Write the next lines; return whether there are none."""
-        lines = self._take_batch()
-        if lines:
-            data = "".join(lines).encode("utf-8", "backslashreplace")
-            try:
-                write_fully(self.descriptor, data)
-            except OSError:  # the reader closed the pipe, or the disk is full
-                with self._lock:
-                    self.dropped_count += len(lines)
-        return not lines
-
-    def _take_batch(self) -> list[str]:
-        """Return the next lines to write; an empty list marks the thread as idle."""
-        pieces: list[str] = []
+    def _write_batch(self) -> None:
+        count = len(self._batch)
+        text = "".join(self._batch)
+        self._batch.clear()
+        try:
+            self._write(text)
+            with self._lock:
+                unreported, self._unreported_count = self._unreported_count, 0
+            if unreported:
+                self._write(f"{self._format_notice(unreported)}\n")
+        except Exception:  # noqa: BLE001 - a full disk, MemoryError; later lines must be written
+            with self._lock:
+                self.dropped_count += count
         with self._lock:
-            if not self._lines and self._unreported_count:
-                self._append_notice()
-            size = 0
-            while self._lines and size < WRITE_BATCH_BYTES:
-                pieces.append(self._lines.popleft())
-                size += len(pieces[-1])
-            self._queued_size -= size
-            self._is_idle = not pieces
-        return pieces
+            self._waiting_chars -= len(text)
 
 
-def write_fully(descriptor: int, data: bytes) -> None:
-    """Write all data, waiting even if another program made the descriptor non-blocking. Raises `OSError`."""
-    view = memoryview(data)
+def write_fully(descriptor: int, text: str) -> None:
+    """Write all text, waiting even if another program made the descriptor non-blocking. Raises `OSError`."""
+    view = memoryview(text.encode("utf-8", "backslashreplace"))
     while view:
         try:
             view = view[os.write(descriptor, view) :]
         except BlockingIOError:
-            wait_until_writable(descriptor)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
 
 
-def wait_until_writable(descriptor: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    poll.poll()
+class AuditFile(WatchedFileHandler):
+    """The file of the audit log, which only its owner may read. One that was moved is created again."""
+
+    terminator = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, errors="backslashreplace")
+
+    def _open(self) -> Any:
+        # Lines of a batch are written at once: workers append to the same file.
+        return open(
+            self.baseFilename, self.mode, MAX_QUEUED_CHARS, errors=self.errors, opener=open_private
+        )
+
+    def write(self, text: str) -> None:
+        try:
+            self.emit(logging.makeLogRecord({"msg": text}))
+        except OSError as exc:
+            log.error("the audit log cannot be written (%s) and may lack %s", exc.strerror, text)
+            raise
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in `logging`
+        raise  # noqa: PLE0704 - the error of `emit`, which calls this
+
+
+def open_private(path: str, flags: int) -> int:
+    # A pipe without a reader would block without O_NONBLOCK.
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 def add_request_id(record: logging.LogRecord) -> bool:
@@ -287,210 +279,58 @@ def format_local_second(second: int) -> str:
     return datetime.fromtimestamp(second).astimezone().strftime("%H:%M:%S")
 
 
-class QueuedLogHandler(logging.Handler):
+class QueuedLogHandler(QueueHandler):
     """Hands the formatted lines to a thread that writes them, so that the event loop never blocks."""
 
-    def __init__(self, descriptor: int, formatter: LineFormatter) -> None:
-        super().__init__()
+    def __init__(self, write: Callable[[str], object], formatter: LineFormatter) -> None:
+        self.writer = LineWriter(write, self._format_notice)
+        super().__init__(self.writer.queue)
         self.addFilter(add_request_id)
         self.setFormatter(formatter)
         self.line_formatter = formatter
-        self.writer = LineWriter(descriptor, format_notice=self._format_notice)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.writer.enqueue(f"{self.format(record)}\n")
-        except Exception:  # noqa: BLE001 - like every logging handler: logging must not raise
-            self.handleError(record)
+    def prepare(self, record: logging.LogRecord) -> str:
+        return f"{self.format(record)}\n"
+
+    def enqueue(self, record: Any) -> None:
+        self.writer.put(record)
 
     def write_message(self, message: str, **fields: str) -> None:
-        self.writer.enqueue(f"{self.line_formatter.format_message('info', message, **fields)}\n")
+        self.writer.put(f"{self.line_formatter.format_message('info', message, **fields)}\n")
 
     def write_line(self, message: str, fields: LogFields) -> None:
         if line := self.line_formatter.format_line(time.time(), "info", message, fields):
-            self.writer.enqueue(f"{line}\n")
+            self.writer.put(f"{line}\n")
 
     def flush(self) -> None:
         self.writer.flush(LOG_FLUSH_TIMEOUT_S)
 
     def _format_notice(self, dropped: int) -> str:
-        message = format_dropped_notice(dropped)
+        message = f"{dropped} log lines were dropped because they were not read in time"
         record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
         return self.format(record)
 
 
-class AuditLogHandler(logging.Handler):
-    """Writes lines in order, in a thread, because a disk may be slow.
-
-    A file that was moved is created again. Some room on its disk stays reserved, so that a disk that becomes
-    full first refuses changes, and has room for the lines of those in progress.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        """Open the file, or standard output. Raises `OSError`."""
-        super().__init__()
-        self.addFilter(add_request_id)
-        self.setFormatter(JsonFormatter())
-        self.problem = ""  # why the last line was not written, or the next one may not be
-        self._path = path
-        self._descriptor = STDOUT if path is None else open_audit_file(path)
-        self._reserve: IO[Any] | None = None
-        self._is_last_line_cut = False
-        self._queue: SimpleQueue[bytes | Future[None]] = SimpleQueue()
-        self._reserve_room()
-        threading.Thread(target=self._run, name="audit-log", daemon=True).start()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._queue.qsize() < MAX_WAITING_AUDIT_LINES:
-            self._queue.put(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
-        else:
-            self._record_problem(TOO_MANY_LINES)
-
-    def find_problem(self) -> str:
-        """Return why the next change may not be recorded; empty if nothing is known.
-
-        Half of the lines that may wait are those of changes in progress.
-        """
-        if self._queue.qsize() > MAX_WAITING_AUDIT_LINES // 2:
-            return TOO_MANY_LINES
-        return self.problem
-
-    async def flush_lines(self) -> None:
-        """Wait until the lines are written, or `problem` says why not."""
-        written = asyncio.wrap_future(self._request_flush())
-        await asyncio.wait((written,), timeout=AUDIT_TIMEOUT_S)
-        if not written.done():
-            self._record_problem("it takes too long")
-
-    def flush(self) -> None:
-        with suppress(FutureTimeout):
-            self._request_flush().result(LOG_FLUSH_TIMEOUT_S)
-
-    def _request_flush(self) -> Future[None]:
-        written: Future[None] = Future()
-        self._queue.put(written)
-        return written
-
-    # In the thread.
-
-    def _run(self) -> None:
-        while True:
-            item: bytes | Future[None] = b""
-            with suppress(Empty):
-                item = self._queue.get(timeout=AUDIT_CHECK_INTERVAL_S)
-            if isinstance(item, bytes):
-                self._write(item)
-            elif item.set_running_or_notify_cancel():
-                item.set_result(None)
-
-    def _write(self, line: bytes) -> None:
-        """Write a line. An empty one only finds out whether the next line could be written.
-
-        It can begin a problem, which only a line that was written ends.
-        """
-        try:
-            self._open_if_moved()
-            if line:
-                self._append(line)
-            self._reserve_room()
-        except Exception as exc:  # noqa: BLE001 - such as MemoryError; later lines must be written
-            reason = exc.strerror if isinstance(exc, OSError) else None
-            self._record_problem((reason or type(exc).__name__).lower())
-            if line:  # its change may have been made
-                log.error("the audit log may not have this line: %s", line.decode())
-        else:
-            if line and self.problem:
-                log.warning("the audit log is written again")
-                self.problem = ""
-
-    def _append(self, line: bytes) -> None:
-        # Otherwise this line would continue the one that a full disk has cut.
-        rest = memoryview(b"\n" + line if self._is_last_line_cut else line)
-        length = len(rest)
-        while rest:
-            try:
-                rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:
-                wait_until_writable(self._descriptor)
-            except OSError:
-                if self._reserve is None:
-                    self._is_last_line_cut |= len(rest) < length
-                    raise
-                self._reserve.close()
-                self._reserve = None
-        self._is_last_line_cut = False
-        if self._path is not None:
-            os.fsync(self._descriptor)
-
-    def _open_if_moved(self) -> None:
-        if self._path is None:
-            return
-        try:
-            is_moved = not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            is_moved = True
-        if is_moved:
-            descriptor = open_audit_file(self._path)
-            os.close(self._descriptor)
-            self._descriptor = descriptor
-            self._is_last_line_cut = False
-
-    def _reserve_room(self) -> None:
-        if self._reserve is None and self._path is not None:
-            # It has no name, and so ends with this process.
-            reserve = tempfile.TemporaryFile(dir=self._path.parent)  # noqa: SIM115 - kept open
-            try:
-                os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
-            except OSError:
-                reserve.close()
-                raise
-            self._reserve = reserve
-
-    def _record_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            log.error("the audit log cannot be written, and changes are refused: %s", problem)
-        self.problem = problem
-
-
-def open_audit_file(path: Path) -> int:
-    # A pipe without a reader would block without O_NONBLOCK.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return descriptor
-
-
 def open_audit_log(target: str) -> None:
     """Write audit lines to `stdout` or a file instead of the log. Raises `CommandError`."""
-    path = None if target == TO_STDOUT else Path(target).absolute()
-    try:
-        handler = AuditLogHandler(path)
-    except OSError as exc:
-        raise CommandError(f"GATEWAY_AUDIT_LOG: {path} cannot be written: {exc.strerror}") from None
-    audit.log.handlers[:] = [handler]
+    write: Callable[[str], object] = partial(write_fully, STDOUT)
+    if target != TO_STDOUT:
+        try:
+            write = AuditFile(Path(target)).write
+        except OSError as exc:
+            raise CommandError(
+                f"GATEWAY_AUDIT_LOG: {target} cannot be written: {exc.strerror}"
+            ) from None
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            # Tools that rotate logs send it. A moved file is noticed without it.
+            signal.signal(signal.SIGHUP, lambda *_: None)
+    audit.log.handlers[:] = [QueuedLogHandler(write, JsonFormatter())]
     audit.log.propagate = False
-    if path is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        # Tools that rotate logs send it. A moved file is noticed without it.
-        signal.signal(signal.SIGHUP, lambda *_: None)
-
-
-def find_audit_log() -> AuditLogHandler | None:
-    handlers = (each for each in audit.log.handlers if isinstance(each, AuditLogHandler))
-    return next(handlers, None)
-
-
-def check_audit_log() -> None:
-    """Check that the next change can be recorded. Raises `AuditLogUnavailable`."""
-    handler = find_audit_log()
-    if handler is not None and (problem := handler.find_problem()):
-        raise AuditLogUnavailable(problem)
 
 
 def configure(settings: Settings) -> QueuedLogHandler:
     """Configure logging; return the handler, which writes messages in the same order."""
-    handler = QueuedLogHandler(STDERR, choose_formatter(settings))
+    handler = QueuedLogHandler(partial(write_fully, STDERR), choose_formatter(settings))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
@@ -543,16 +383,16 @@ def log_fields(logger: logging.Logger, message: str, request_id: str, fields: Lo
         logger.info("%s", message, extra=fields)
 
 
-def find_log_handlers() -> list[QueuedLogHandler]:
-    handlers = logging.getLogger().handlers
+def find_queued_handlers() -> list[QueuedLogHandler]:
+    handlers = (*logging.getLogger().handlers, *audit.log.handlers)
     return [handler for handler in handlers if isinstance(handler, QueuedLogHandler)]
 
 
 def flush() -> None:
-    """Wait until the queued lines are written, up to `LOG_FLUSH_TIMEOUT_S`."""
-    for handler in (*find_log_handlers(), *audit.log.handlers):
+    """Wait until the queued lines are written, up to `LOG_FLUSH_TIMEOUT_S` for each log."""
+    for handler in find_queued_handlers():
         handler.flush()
 
 
 def count_dropped_lines() -> int:
-    return sum(queue.writer.dropped_count for queue in find_log_handlers())
+    return sum(handler.writer.dropped_count for handler in find_queued_handlers())

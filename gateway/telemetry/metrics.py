@@ -1,24 +1,29 @@
 """The gateway's own metrics. Only models that exist in Triton become label values.
 
-Requests are counted in plain numbers, because prometheus_client's objects take a lock or two for each sample.
-`flush` adds the numbers to prometheus_client's objects, periodically and for every page.
+What every request counts is added up in plain numbers first: prometheus_client takes a lock for each number,
+which would cost a tenth of a request to `/v2`. `flush` hands the sums over, periodically and for every page.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_left
-from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from prometheus_client.values import ValueClass
 
 from gateway import __version__
 from gateway.callers import Priority
@@ -27,7 +32,6 @@ from gateway.tasks import background_failures
 from gateway.telemetry.refusals import MAX_CALLERS, REFUSED_STATUSES
 from gateway.telemetry.request_info import CLIENT_CLOSED_REQUEST, RequestInfo
 
-# Integers would make `bisect_left` slower.
 DURATION_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
@@ -50,41 +54,79 @@ REFUSAL_REASONS: Final = (
 # Requests of /v2 are passed through; the gateway processes all others.
 V2_ROUTE = "/v2"
 V1_ROUTE = "/v1"
+Labels = tuple[str, ...]
 REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
 
 
-@dataclass(slots=True)
-class PendingPhase:
-    """Durations of a phase that are not flushed yet."""
+class BatchedCounter:
+    """A counter of prometheus_client that is increased by what is pending."""
 
-    bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(PHASE_BUCKETS) + 1))
-    seconds: float = 0.0
+    def __init__(self, counter: Counter) -> None:
+        self.pending: defaultdict[Labels, float] = defaultdict(float)
+        self._counter = counter
 
-    def add(self, seconds: float) -> None:
-        self.bucket_counts[bisect_left(PHASE_BUCKETS, seconds)] += 1
-        self.seconds += seconds
+    def flush(self) -> None:
+        while self.pending:
+            labels, amount = self.pending.popitem()
+            self._counter.labels(*labels).inc(amount)
 
-
-@dataclass(slots=True)
-class PendingCounts:
-    """Counts of one kind of request that are not flushed yet."""
-
-    bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BUCKETS) + 1))
-    seconds: float = 0.0
-    upstream: PendingPhase = field(default_factory=PendingPhase)
-    other_phases: dict[str, PendingPhase] = field(default_factory=dict)
-    bytes_in: int = 0
-    bytes_out: int = 0
+    def remove(self, labels: dict[str, str]) -> None:
+        self.flush()
+        self._counter.remove_by_labels(labels)
 
 
-@dataclass(slots=True)
-class CallerUsage:
-    """The requests of a caller to a model, and what they used."""
+class BatchedHistogram(Collector):
+    """A histogram that gets its observations in batches, for which prometheus_client's has no method."""
 
-    requests: int = 0
-    inference_s: float = 0.0
-    bytes_in: int = 0
-    bytes_out: int = 0
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        label_names: Labels,
+        bounds: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._label_names = label_names
+        self._bounds = bounds
+        self._bound_texts = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+        # The count of each bucket, and the sum.
+        self._pending = defaultdict[Labels, list[float]](lambda: [0.0] * (len(bounds) + 2))
+        self._values: dict[Labels, list[Any]] = {}  # the same, also for other workers
+        registry.register(self)
+
+    def observe(self, labels: Labels, amount: float) -> None:
+        pending = self._pending[labels]
+        pending[bisect_left(self._bounds, amount)] += 1
+        pending[-1] += amount
+
+    def flush(self) -> None:
+        while self._pending:
+            labels, amounts = self._pending.popitem()
+            if labels not in self._values:
+                self._values[labels] = self._create_values(labels)
+            for value, amount in zip(self._values[labels], amounts, strict=True):
+                value.inc(amount)
+
+    def _create_values(self, labels: Labels) -> list[Any]:
+        create = partial(ValueClass, "histogram", self._name)
+        bucket_labels = (*self._label_names, "le")
+        return [
+            *(
+                create(f"{self._name}_bucket", bucket_labels, (*labels, text), self._documentation)
+                for text in self._bound_texts
+            ),
+            create(f"{self._name}_sum", self._label_names, labels, self._documentation),
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
+        for labels, values in list(self._values.items()):
+            *counts, total = [value.get() for value in values]
+            buckets = zip(self._bound_texts, accumulate(counts), strict=True)
+            family.add_metric(labels, list(buckets), total)
+        yield family
 
 
 @dataclass(slots=True)
@@ -121,15 +163,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.collector_registry = CollectorRegistry()
         self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
-        self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._callers: set[str] = set()  # label values
-        # The keys of these are the name of a key, and the model or the code.
-        self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
-        self._pending_refusals: Counts[tuple[str, str]] = Counts()
-        self._pending_waits: Counts[tuple[str]] = Counts()  # seconds, by the name of a key
+        self._batched: list[BatchedCounter | BatchedHistogram] = []
         self._dropped_lines = 0
         self.open_connections = OpenConnections()
-        self.pending_attempts: Counts[tuple[str, str]] = Counts()
         self._replicas: set[str] = set()
         self.create = MetricFactory(self.registry)  # also for the metrics of capabilities
         self._create_request_metrics(self.create)
@@ -137,23 +174,35 @@ class Metrics:
         self._create_replica_metrics(self.create)
         self._create_process_metrics(self.create)
 
+    def _batch_counter(self, name: str, documentation: str, labels: Labels) -> BatchedCounter:
+        counter = BatchedCounter(self.create.counter(name, documentation, labels))
+        self._batched.append(counter)
+        return counter
+
+    def _batch_histogram(
+        self, name: str, documentation: str, labels: Labels, bounds: Sequence[float]
+    ) -> BatchedHistogram:
+        histogram = BatchedHistogram(name, documentation, labels, bounds, self.registry)
+        self._batched.append(histogram)
+        return histogram
+
     def _create_request_metrics(self, create: MetricFactory) -> None:
-        self.duration = create.histogram(
+        self.duration = self._batch_histogram(
             "gateway_request_duration_seconds",
             "Time from the arrival of a request to the end of its response.",
             ("route", "model", "version", "status", "code"),
-            buckets=DURATION_BUCKETS,
+            DURATION_BUCKETS,
         )
-        self.phase_duration = create.histogram(
+        self.phase_duration = self._batch_histogram(
             "gateway_request_phase_seconds",
             f"Time of requests in each phase that they had: {', '.join(PHASES)}.",
             ("phase", "model"),
-            buckets=PHASE_BUCKETS,
+            PHASE_BUCKETS,
         )
-        self.bytes_in = create.counter(
+        self.bytes_in = self._batch_counter(
             "gateway_request_bytes_total", "Bytes of request bodies.", ("model",)
         )
-        self.bytes_out = create.counter(
+        self.bytes_out = self._batch_counter(
             "gateway_answer_bytes_total", "Bytes of response bodies.", ("model",)
         )
         self.running = create.level(
@@ -211,27 +260,27 @@ class Metrics:
             self.refusals.labels(reason)
 
     def _create_caller_metrics(self, create: MetricFactory) -> None:
-        self.caller_requests = create.counter(
+        self.caller_requests = self._batch_counter(
             "gateway_caller_requests_total",
             "Requests by the name of the key or rule; beyond 1,000 names, other.",
             ("caller", "model"),
         )
-        self.caller_inference = create.counter(
+        self.caller_inference = self._batch_counter(
             "gateway_caller_inference_seconds_total",
             "Time for which requests waited for Triton, by the name of the key or rule.",
             ("caller", "model"),
         )
-        self.caller_bytes = create.counter(
+        self.caller_bytes = self._batch_counter(
             "gateway_caller_bytes_total",
             "Bytes of request bodies (in) and response bodies (out), by the name of the key or rule.",
             ("caller", "model", "direction"),
         )
-        self.caller_refusals = create.counter(
+        self.caller_refusals = self._batch_counter(
             "gateway_caller_refusals_total",
             "Requests refused with 401, 403 or 429, by the name of the key or rule and the code.",
             ("caller", "code"),
         )
-        self.caller_wait = create.counter(
+        self.caller_wait = self._batch_counter(
             "gateway_caller_queue_seconds_total",
             "Time that inferences waited in the admission queue, by the name of the key or rule. The rate is "
             "the number that waits.",
@@ -239,7 +288,7 @@ class Metrics:
         )
 
     def _create_replica_metrics(self, create: MetricFactory) -> None:
-        self.attempts = create.counter(
+        self.attempts = self._batch_counter(
             "gateway_upstream_attempts_total",
             "Requests sent to a replica, by outcome: answered, failed, refused, bad_answer, deadline, "
             "given_up.",
@@ -271,7 +320,7 @@ class Metrics:
         )
         self.dropped_lines = create.counter(
             "gateway_log_lines_dropped_total",
-            "Log lines dropped because standard error was not read in time.",
+            "Lines of the log and the audit log that could not be written, or not in time.",
         )
         self.background_failures = create.counter(
             "gateway_background_failures_total",
@@ -300,93 +349,66 @@ class Metrics:
         # remain: prometheus_client cannot remove them from its files.
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._replicas.discard(replica)  # requests in progress there are not counted
-            for metric in (self.attempts, self.retries, self.ejections):
-                metric.remove_by_labels({"replica": replica})
+            labels = {"replica": replica}
+            self.attempts.remove(labels)
+            self.retries.remove_by_labels(labels)
+            self.ejections.remove_by_labels(labels)
 
     def count_event(self, counter: Counter, replica: str) -> None:
         """Count an event of a replica, unless that was removed."""
         if replica in self._replicas:
             counter.labels(replica).inc()
 
+    def count_attempt(self, replica: str, outcome: str) -> None:
+        """Count a request that was sent to a replica, unless that was removed."""
+        if replica in self._replicas:
+            self.attempts.pending[replica, outcome] += 1
+
     def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
-        key = (info.route, info.model, info.version, STATUS_LABELS[status])
-        pending = self._pending.get(key)
-        if pending is None:
-            pending = self._pending[key] = PendingCounts()
-        pending.bucket_counts[bisect_left(DURATION_BUCKETS, duration_s)] += 1
-        pending.seconds += duration_s
-        pending.bytes_in += info.bytes_in
-        pending.bytes_out += info.bytes_out
-        if upstream_s := info.upstream_s:
-            upstream = pending.upstream  # as `add` does, without a call
-            upstream.bucket_counts[bisect_left(PHASE_BUCKETS, upstream_s)] += 1
-            upstream.seconds += upstream_s
-        if info.phases is not None:
-            for name, phase_s in info.phases.items():
-                pending.other_phases.setdefault(name, PendingPhase()).add(phase_s)
+        model = info.model
+        upstream_s = info.upstream_s
+        status_class, code = STATUS_LABELS[status]
+        self.duration.observe((info.route, model, info.version, status_class, code), duration_s)
+        self.bytes_in.pending[(model,)] += info.bytes_in
+        self.bytes_out.pending[(model,)] += info.bytes_out
+        if model:
+            if upstream_s:
+                self.phase_duration.observe(("upstream", model), upstream_s)
+            if info.phases is not None:
+                for phase, phase_s in info.phases.items():
+                    self.phase_duration.observe((phase, model), phase_s)
         if info.key:
-            usage = self._pending_callers.get((info.key, info.model))
-            if usage is None:
-                usage = self._pending_callers[info.key, info.model] = CallerUsage()
-            usage.requests += 1
-            usage.inference_s += info.upstream_s
-            usage.bytes_in += info.bytes_in
-            usage.bytes_out += info.bytes_out
+            caller = self._label_caller(info.key)
+            self.caller_requests.pending[caller, model] += 1
+            self.caller_inference.pending[caller, model] += upstream_s
+            self.caller_bytes.pending[caller, model, "in"] += info.bytes_in
+            self.caller_bytes.pending[caller, model, "out"] += info.bytes_out
         if status in REFUSED_STATUSES:
-            self._pending_refusals[info.key, info.error_code] += 1
+            self.caller_refusals.pending[self._label_caller(info.key), info.error_code] += 1
 
     def count_caller_wait(self, caller: str, seconds: float) -> None:
         if caller:
-            self._pending_waits[(caller,)] += seconds  # type: ignore[assignment]  # typed for integers
-
-    def update_dropped_lines(self, total: int) -> None:
-        self.dropped_lines.inc(total - self._dropped_lines)
-        self._dropped_lines = total
-
-    def flush(self) -> None:
-        while background_failures:
-            loop, count = background_failures.popitem()
-            self.background_failures.labels(loop).inc(count)
-        flushed, self._pending = self._pending, {}
-        for (route, model, version, (status, code)), pending in flushed.items():
-            histogram = self.duration.labels(route, model, version, status, code)
-            add_observations(histogram, pending.bucket_counts, pending.seconds)
-            if model:
-                for name, phase in (("upstream", pending.upstream), *pending.other_phases.items()):
-                    histogram = self.phase_duration.labels(name, model)
-                    add_observations(histogram, phase.bucket_counts, phase.seconds)
-            self.bytes_in.labels(model).inc(pending.bytes_in)
-            self.bytes_out.labels(model).inc(pending.bytes_out)
-        self._flush_callers()
-        attempts, self.pending_attempts = self.pending_attempts, Counts()
-        for (replica, outcome), count in attempts.items():
-            if replica in self._replicas:
-                self.attempts.labels(replica, outcome).inc(count)
-        for route, count in self.in_flight.items():
-            self.running.labels(route).set(count)
-        self.connections.set(self.open_connections.count)
-
-    def _flush_callers(self) -> None:
-        flushed, self._pending_callers = self._pending_callers, {}
-        for (key, model), usage in flushed.items():
-            caller = self._label_caller(key)
-            self.caller_requests.labels(caller, model).inc(usage.requests)
-            self.caller_inference.labels(caller, model).inc(usage.inference_s)
-            self.caller_bytes.labels(caller, model, "in").inc(usage.bytes_in)
-            self.caller_bytes.labels(caller, model, "out").inc(usage.bytes_out)
-        for counter, counts in (
-            (self.caller_refusals, self._pending_refusals),
-            (self.caller_wait, self._pending_waits),
-        ):
-            for (caller, *labels), count in counts.items():
-                counter.labels(self._label_caller(caller), *labels).inc(count)
-            counts.clear()
+            self.caller_wait.pending[(self._label_caller(caller),)] += seconds
 
     def _label_caller(self, caller: str) -> str:
         if caller not in self._callers and len(self._callers) >= MAX_CALLERS:
             return OTHER_CALLERS
         self._callers.add(caller)
         return caller
+
+    def flush(self) -> None:
+        for metric in self._batched:
+            metric.flush()
+        while background_failures:
+            loop, count = background_failures.popitem()
+            self.background_failures.labels(loop).inc(count)
+        for route, running in self.in_flight.items():
+            self.running.labels(route).set(running)
+        self.connections.set(self.open_connections.count)
+
+    def update_dropped_lines(self, total: int) -> None:
+        self.dropped_lines.inc(total - self._dropped_lines)
+        self._dropped_lines = total
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this process, or of all workers (`--workers`).
@@ -404,14 +426,6 @@ class Metrics:
             return
         remove_dead_worker_files(Path(folder))
         yield from MultiProcessCollector(None, folder).collect()
-
-
-def add_observations(histogram: Histogram, bucket_counts: Sequence[int], total: float) -> None:
-    """Add many observations at once: their number in each bucket, and their sum."""
-    # prometheus_client has only private attributes for this.
-    for bucket, count in zip(histogram._buckets, bucket_counts, strict=True):
-        bucket.inc(count)
-    histogram._sum.inc(total)
 
 
 def record_replaced_worker(folder: Path) -> None:

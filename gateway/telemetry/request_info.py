@@ -45,7 +45,6 @@ class ManagementCall:
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # subject → before, after
     outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)  # replica → outcome
     started_at: float = field(default_factory=perf_counter)
-    is_recorded: bool = False  # its line is in the audit log
 
     def record_parameters(self, names: Iterable[str]) -> None:
         """Record the names of the parameters, cut so that the line of the audit log stays short."""

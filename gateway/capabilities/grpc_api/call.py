@@ -345,11 +345,6 @@ class IncomingCall:
         self.info.error_reason = status.detail
         return status
 
-    async def audit(self) -> None:
-        """Record an administrative call before its response is sent."""
-        if self.info.management_call is not None:
-            await self.services.repository.state.events.audit_response(self.scope, self._status)
-
     def end(self) -> None:
         info = self.info
         metrics = self.services.metrics

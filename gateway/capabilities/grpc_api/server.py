@@ -113,7 +113,6 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
                     is_unread = True
                 call.succeed(response)
                 call.record_response(response)
-                await call.audit()
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response
         except Exception as exc:
@@ -156,7 +155,6 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
     status = call.fail(exc)
-    await call.audit()
     try:
         await call.context.abort(status.code, status.detail, status.trailers)
     except grpc.aio.InternalError:

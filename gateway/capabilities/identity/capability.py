@@ -45,9 +45,10 @@ def attach_identity(settings: Settings) -> Attachment | None:
         if tokens is not None or asks_for_certificates:
             from gateway.capabilities.identity.verifier import IdentityVerifier
 
-            access.verifier = IdentityVerifier(
+            verifier = IdentityVerifier(
                 access.keys_file, tokens, asks_for_certificates=asks_for_certificates
             )
+            access.verifiers.append(verifier)
 
     return Attachment(open=open_identity, sign_in=find_sign_in(identity))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from gateway.access.auth import CredentialVerifier, extract_key, hash_key, is_cross_origin
+from gateway.access.auth import UNVERIFIED, Verifier, extract_key, hash_key, is_cross_origin
 from gateway.access.keys import CallerRule, KeysFile
 from gateway.callers import Caller
 from gateway.capabilities.identity.errors import (
@@ -46,7 +46,7 @@ class Identity:
     expires_at: float  # Unix time
 
 
-class IdentityVerifier(CredentialVerifier):
+class IdentityVerifier(Verifier):
     """Identifies callers by a token, or without a key and a token by the certificate of their connection.
 
     Of the rules in the keys file, the first one that matches counts.
@@ -76,9 +76,8 @@ class IdentityVerifier(CredentialVerifier):
         if identity is not None and time.time() < identity.expires_at:
             return accept_identity(scope, identity)
         # A key that `key create` made has no dots, and the parts of a token are separated by them.
-        if self._tokens is None or b"." not in extract_key(scope["headers"]):
-            return super().find_caller(scope, digest)
-        return None
+        is_token = self._tokens is not None and b"." in extract_key(scope["headers"])
+        return UNVERIFIED if is_token else None
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
         tokens = cast("TokenChecker", self._tokens)

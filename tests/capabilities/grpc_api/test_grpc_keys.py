@@ -207,17 +207,23 @@ def test_rate_limit_says_when_to_retry(guarded: Guarded) -> None:
     assert b"google.rpc.RetryInfo" in trailers["grpc-status-details-bin"]
 
 
+def read_last_audit(guarded: Guarded, *fields: str) -> list[Any]:
+    line = json.loads(guarded.keys.with_name("audit.log").read_text().splitlines()[-1])
+    return [line[field] for field in fields]
+
+
 def test_load_and_unload_act_on_every_replica(guarded: Guarded) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
     with triton_grpc.InferenceServerClient(guarded.address) as client:
         client.load_model("late", headers=headers)
-        line = json.loads(guarded.keys.with_name("audit.log").read_text().splitlines()[-1])
-        assert (line["action"], line["model"], line["status"]) == ("load", "late", 200)
+        wait_until(lambda: read_last_audit(guarded, "action", "model") == ["load", "late"])
+        assert read_last_audit(guarded, "status") == [200]
         assert set(guarded.fleet.states("late").values()) == {"READY"}
         index = client.get_model_repository_index(headers=headers, as_json=True)["models"]
         assert {"name": "late", "version": "1", "state": "READY"} in index
         client.unload_model("late", headers=headers)
         wait_until(lambda: set(guarded.fleet.states("late").values()) == {"UNAVAILABLE"})
+    wait_until(lambda: read_last_audit(guarded, "action") == ["unload"])
     answer = guarded.fleet.client.get("/v1/events", headers=headers)
     load, unload = answer.json()["events"][-2:]
     assert [each["action"] for each in (load, unload)] == ["load", "unload"]
@@ -238,8 +244,7 @@ def test_load_with_code_is_refused(guarded: Guarded) -> None:
             )
             assert code == "PERMISSION_DENIED"
             assert "Triton runs it as code" in message
-            line = json.loads(guarded.keys.with_name("audit.log").read_text().splitlines()[-1])
-            assert (line["model"], line["outcome"]) == ("late", "denied")
+            wait_until(lambda: read_last_audit(guarded, "model", "outcome") == ["late", "denied"])
 
 
 @pytest.mark.fault("a load with a file whose path or name is too long")

@@ -13,7 +13,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.access.keys import add_key, expire_key, remove_key, rotate_key
+from gateway.access.keys_editor import add_key, expire_key, remove_key, rotate_key
 from gateway.callers import Role
 from gateway.capabilities.jobs.service import MAX_WAITERS_PER_CALLER
 from gateway.embedded.supervisor import EmbeddedTriton

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access.keys import add_key, read_keys_file, remove_key
+from gateway.access.keys import read_keys_file
+from gateway.access.keys_editor import add_key, remove_key
 from gateway.callers import Role
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.fake_triton import ask
@@ -243,7 +244,7 @@ def test_keys_that_are_added_concurrently_are_all_kept(tmp_path: Path) -> None:
     link = tmp_path / "keys.yaml"
     link.symlink_to(real)
     code = (
-        "import sys; from pathlib import Path; from gateway.access.keys import add_key\n"
+        "import sys; from pathlib import Path; from gateway.access.keys_editor import add_key\n"
         "from gateway.callers import Role\n"
         "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'])"
     )

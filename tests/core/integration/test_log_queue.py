@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A path of this length makes a line of the log that long: some hundreds fill pipe and queue.
 LONG = "/nothing/" + "x" * 8_000
 REQUESTS = 1_000
+DROPPED = "log lines were dropped because they were not read in time"
 
 
 class Unread(Command):
@@ -65,10 +66,10 @@ class Unread(Command):
 
     def count_dropped_in_log(self, *, as_json: bool) -> list[int]:
         """Return the number of dropped lines in each line of the log that reports some."""
-        found = [line for line in self.lines if "were dropped here" in line]
+        found = [line for line in self.lines if DROPPED in line]
         if as_json:
             found = [json.loads(line)["message"] for line in found]
-        return [int(re.findall(r"(\d+) log lines were dropped here", line)[0]) for line in found]
+        return [int(re.findall(rf"(\d+) {DROPPED}", line)[0]) for line in found]
 
     def __enter__(self) -> Self:
         wait_until(self.answers)
@@ -86,7 +87,7 @@ def test_requests_are_answered_and_dropped_lines_are_counted_in_the_log(log_form
         assert server.ask(REQUESTS) == {404}  # it stopped for good when the pipe was full
         wait_until(server.dropped)
         server.read()
-        wait_until(lambda: any("were dropped here" in line for line in server.lines))
+        wait_until(lambda: any(DROPPED in line for line in server.lines))
         assert server.ask(1) == {404}
         # Lines of /metrics and /livez may be missing as well; those are few.
         wait_until(lambda: 0 <= server.logged() + server.dropped() - (REQUESTS + 1) <= 20)

@@ -12,16 +12,8 @@ from textwrap import indent
 import pytest
 import yaml
 
-from gateway.access.keys import (
-    NO_RULES,
-    BadKeysFile,
-    add_key,
-    expire_key,
-    parse_keys_content,
-    read_keys_file,
-    remove_key,
-    rotate_key,
-)
+from gateway.access.keys import NO_RULES, BadKeysFile, parse_keys_content, read_keys_file
+from gateway.access.keys_editor import add_key, expire_key, remove_key, rotate_key
 from gateway.callers import CallerLimits, Role
 from tests.support.keys import ADMIN, INFER, entry
 

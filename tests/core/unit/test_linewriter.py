@@ -6,142 +6,109 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
-from gateway.telemetry.logs import LineWriter, format_dropped_notice
-from tests.support.wait import wait_until
+from gateway.telemetry.logs import MAX_QUEUED_CHARS, LineWriter, write_fully
 
-PIPE_BYTES = 64 << 10  # as Linux makes them
 LINE = "x" * 1000
 
 
+class Pipe:
+    """A writer of lines into a pipe."""
+
+    def __init__(self, max_chars: int, *, blocking: bool) -> None:
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, blocking)
+        write = partial(write_fully, self.writing)
+        self.writer = LineWriter(write, "{} dropped".format, max_chars)
+
+    def put(self, *lines: str) -> None:
+        for line in lines:
+            self.writer.put(f"{line}\n")
+
+    def read(self, last: str) -> list[str]:
+        """Return all lines up to the first that ends so, and read not a byte of the next."""
+        data = b""
+        while not data.endswith(f"{last}\n".encode()):
+            data += os.read(self.reading, 1)
+        return data.decode().splitlines()
+
+
 @contextmanager
-def pipe(*, blocking: bool = True) -> Iterator[tuple[int, int]]:
-    reading, writing = os.pipe()
-    os.set_blocking(writing, blocking)
+def pipe(max_chars: int = MAX_QUEUED_CHARS, *, blocking: bool = True) -> Iterator[Pipe]:
+    opened = Pipe(max_chars, blocking=blocking)
     try:
-        yield reading, writing
+        yield opened
     finally:
-        for descriptor in (reading, writing):
+        for descriptor in (opened.reading, opened.writing):
             with suppress(OSError):
                 os.close(descriptor)
 
 
-def read_lines(descriptor: int, until: str) -> list[str]:
-    """All lines up to the first with these words, and not a byte of the next."""
-    lines = [b""]
-    while until.encode() not in lines[-1] or not lines[-1].endswith(b"\n"):
-        if lines[-1].endswith(b"\n"):
-            lines.append(b"")
-        lines[-1] += os.read(descriptor, 1)
-    return [line.decode().rstrip("\n") for line in lines]
-
-
-def test_lines_are_complete_and_in_order() -> None:
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing)
-        for number in range(2000):
-            writer.enqueue(f"{number}\n")
-        assert writer.flush(10)
-        writer.enqueue("the end\n")
-        found = read_lines(reading, "end")
-    assert found == [*map(str, range(2000)), "the end"]
-    assert writer.dropped_count == 0
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_lines_for_a_slow_reader_are_dropped_counted_and_reported(
-    blocking: bool,
-) -> None:
-    with pipe(blocking=blocking) as (reading, writing):
-        writer = LineWriter(writing, max_bytes=20_000)
-        count = 500
-        for number in range(count):  # 500 KB; the pipe and the batch that waits for it take 130
-            writer.enqueue(f"{number:04} {LINE}\n")
-            if number % 50 == 0:
-                writer.flush(0.05)
-        assert writer.dropped_count > 0
-        assert writer._queued_size <= 20_000
-        assert not writer.flush(0.01)
-        dropped = writer.dropped_count
-        found = read_lines(reading, "were dropped here")
-        writer.enqueue("after\n")
-        found += read_lines(reading, "after")
-        assert writer.flush(10)
-    notices = [line for line in found if "were dropped here" in line]
-    numbers = [int(line[:4]) for line in found if line.endswith(LINE)]
-    assert len(numbers) + dropped == count
-    assert numbers == sorted(numbers)
-    assert found[-1] == "after"
-    assert sum(int(line.split()[0]) for line in notices) == dropped
-    assert set(notices) <= {format_dropped_notice(number) for number in range(count)}
-
-
-def test_notice_is_written_without_another_line() -> None:
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing, max_bytes=1000)
-        while not writer.dropped_count:
-            writer.enqueue(f"{LINE}\n")
-        assert read_lines(reading, "were dropped here")[-1] == format_dropped_notice(
-            writer.dropped_count
-        )
-
-
-def test_line_larger_than_the_queue_and_half_a_character_are_written() -> None:
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing, max_bytes=10)
-        writer.enqueue(f"{LINE}\n")
-        assert read_lines(reading, "x") == [LINE]
-        writer.enqueue("a\udc80b\n")
-        assert read_lines(reading, "a") == [r"a\udc80b"]
-
-
-def test_closed_reader_blocks_nothing() -> None:
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing)
-        os.close(reading)
-        for _ in range(10):
-            writer.enqueue("nobody\n")
-            assert writer.flush(10)
-        assert writer.dropped_count == 10
-
-
-def test_lines_of_several_threads_are_complete() -> None:
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing)
-
-        def speak(name: str) -> None:
-            for number in range(300):
-                writer.enqueue(f"{name} {number}\n")
-
-        threads = [threading.Thread(target=speak, args=(name,)) for name in "abcd"]
+def test_lines_of_several_threads_are_complete_and_in_order() -> None:
+    names = "abcd"
+    with pipe() as lines:
+        texts = {name: [f"{name} {number}" for number in range(500)] for name in names}
+        threads = [threading.Thread(target=lines.put, args=texts[name]) for name in names]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        wait_until(lambda: writer.flush(0))
-        writer.enqueue("the end\n")
-        found = read_lines(reading, "the end")[:-1]
-    for name in "abcd":
-        own = [line for line in found if line.startswith(name)]
-        assert own == [f"{name} {number}" for number in range(300)]
+        assert lines.writer.flush(10)
+        lines.put("a\udc80b", "end")
+        *found, odd, _ = lines.read("end")
+    assert odd == r"a\udc80b"
+    for name in names:
+        assert [line for line in found if line.startswith(name)] == texts[name]
+    assert lines.writer.dropped_count == 0
 
 
-def test_failure_of_the_writing_thread_is_counted_and_it_goes_on() -> None:
-    failures: list[int] = []
+@pytest.mark.parametrize("blocking", [True, False])
+def test_lines_for_a_slow_reader_are_dropped_counted_and_reported(blocking: bool) -> None:
+    count = 500  # 500 KB; the pipe takes 64
+    with pipe(20_000, blocking=blocking) as lines:
+        for number in range(count):
+            lines.put(f"{number:04} {LINE}")
+            if number % 50 == 0:
+                lines.writer.flush(0.05)
+        dropped = lines.writer.dropped_count
+        assert dropped > 300
+        assert not lines.writer.flush(0.01)
+        found = lines.read("dropped")  # without another line
+        assert lines.writer.flush(10)
+        lines.put("after")
+        found += lines.read("after")
+    numbers = [int(line[:4]) for line in found if line.endswith(LINE)]
+    assert len(numbers) + dropped == count
+    assert numbers == sorted(numbers)
+    assert sum(int(line.split()[0]) for line in found if "dropped" in line) == dropped
 
-    def fail_once(count: int) -> str:
-        if not failures:
-            failures.append(count)
-            raise MemoryError
-        return "notice"
 
-    with pipe() as (reading, writing):
-        writer = LineWriter(writing, max_bytes=1000, format_notice=fail_once)
-        while not writer.dropped_count:
-            writer.enqueue(f"{LINE}\n")
-        dropped = writer.dropped_count
-        read_lines(reading, "notice")
-        assert failures
-        assert writer.dropped_count > dropped
+def test_line_larger_than_the_queue_is_written() -> None:
+    with pipe(10) as lines:
+        lines.put(LINE)
+        assert lines.read("x" * 1000) == [LINE]
+
+
+def test_lines_that_cannot_be_written_are_counted_and_the_next_are_written() -> None:
+    with pipe() as lines:
+        os.close(lines.reading)
+        for _ in range(10):
+            lines.put("nobody")
+            assert lines.writer.flush(10)
+        assert lines.writer.dropped_count == 10
+    failures = [MemoryError()]
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        if failures:
+            raise failures.pop()
+        written.append(text)
+
+    writer = LineWriter(write, str)
+    for text in ("lost\n", "kept\n"):
+        writer.put(text)
+        assert writer.flush(10)
+    assert (written, writer.dropped_count) == (["kept\n"], 1)

@@ -40,7 +40,7 @@ def authenticator(folder: Path, tokens: TokenChecker | None = None) -> Authentic
     path.write_text(yaml.safe_dump({"certificates": CERTIFICATES, "oidc": TOKENS}))
     keys_file = KeysFile(path, RULE_PARSERS)
     access = Authenticator(keys_file)
-    access.verifier = IdentityVerifier(keys_file, tokens, asks_for_certificates=True)
+    access.verifiers.append(IdentityVerifier(keys_file, tokens, asks_for_certificates=True))
     return access
 
 
