@@ -105,10 +105,12 @@ def build_replica_description(
         description["cordoned"] = True
     if state is HealthState.EJECTED:
         description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
-    failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
+    failing = filter(caller.can_see, pool.failures.list_models(replica.name))
     if failing_models := list(failing):
         description["failing_models"] = failing_models
-    if reason := "; ".join(filter(None, (replica.reason, describe_missing_streams(replica)))):
+    if reason := "; ".join(
+        filter(None, (pool.explain_state(replica), describe_missing_streams(replica)))
+    ):
         description["reason"] = reason
     return description
 

@@ -162,11 +162,10 @@ class ActiveLabel:
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
             return self.value.shares
         # Cordoned replicas still serve the running sequences of a version.
-        return self._find_shares(self._pool.is_served) or self._find_shares(self._pool.list_holders)
-
-    def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:
         shares = self.value.shares
-        return {each: share for each, share in shares.items() if find(self.model, each)}
+        found = {each: self._pool.find_candidates(self.model, each) for each in shares}
+        served = {each: share for each, share in shares.items() if found[each].serving}
+        return served or {each: share for each, share in shares.items() if found[each].holders}
 
     def _count_redirect(self, version: str) -> None:
         self._redirects.labels(self.model, self.name, version).inc()

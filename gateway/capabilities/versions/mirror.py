@@ -73,7 +73,9 @@ class MirrorDispatcher(Dispatcher):
 
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target = call.target
-        candidates = self._pool.get_candidates(target.model, target.version)
+        candidates = self._pool.find_candidates(target.model, target.version).serving
+        if not candidates:
+            raise ModelNotReady(target.model, target.version)
         try:
             return await call.send(choose_less_loaded(candidates), timeout_s, None)
         except FailedResponse as failed:

@@ -290,9 +290,9 @@ async def test_choice_of_a_replica_costs_the_same_in_a_large_fleet() -> None:
         async with simulated_replicas(count, names) as fakes, over(fakes, NEVER_S) as pool:
             await wait_until_async(lambda: states(pool)[HealthState.UP] == count)
             again = count_calls(
-                lambda: [choose_less_loaded(pool.get_candidates(name)) for name in names]
+                lambda: [choose_less_loaded(pool.find_candidates(name).serving) for name in names]
             )
-            return again, count_calls(lambda: [pool.update_candidates(name, "") for name in names])
+            return again, count_calls(lambda: [pool._group_replicas(name, "") for name in names])
 
     small, large = await calls_in(10), await calls_in(REPLICAS)
     assert large[0] == small[0]
@@ -344,13 +344,13 @@ async def test_replica_with_a_slow_index_is_up_unless_its_index_is_invalid() -> 
             # What contradicts the index lets it be read at once, and once.
             read = fake.requests["index"]
             fake.models["a"] = False
-            pool.mark_unloaded(replica, "a", "")
+            pool.monitor.mark_unloaded(replica, "a", "")
             await wait_until_async(lambda: fake.requests["index"] > read)
             await asyncio.sleep(2 * fake.index_s)
             assert fake.requests["index"] == read + 1
             fake.index_s = SLOW_INDEX_S
             fake.index_body = b"{}"
-            pool.mark_unloaded(replica, "a", "")  # so that it is read at once
+            pool.monitor.mark_unloaded(replica, "a", "")  # so that it is read at once
             await wait_until_async(lambda: states(pool) == {HealthState.SLOW: 1})
             probes = fake.requests["live"] + fake.requests["index"]
             await wait_until_async(
@@ -1201,3 +1201,10 @@ async def test_index_that_is_invalid_makes_only_its_replica_unavailable() -> Non
             assert not (await at_once(pool, 10)).errors
             fakes[0].index_body = None
             await wait_until_async(lambda: states(pool)[HealthState.UP] == 3)
+
+
+async def test_request_that_may_have_run_is_not_sent_again() -> None:
+    async with simulated_replicas(2, garbles=True) as fakes, over(fakes, poll_s=NEVER_S) as pool:
+        found = await at_once(pool, 4)
+        assert {type(error) for error in found.errors} == {BadUpstream}
+        assert sum(fake.inferences["m"] for fake in fakes) == 4

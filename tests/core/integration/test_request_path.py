@@ -20,6 +20,6 @@ def test_request_passes_few_functions_and_modules() -> None:
     walk = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     functions = [line.split() for line in walk.splitlines()]
     modules = {module for module, _ in functions}
-    assert ["fleet/dispatch.py", "_send_to_version"] in functions
+    assert ["fleet/dispatch.py", "_send_to_replicas"] in functions
     assert len(functions) <= MAX_FUNCTIONS, walk
     assert len(modules) <= MAX_MODULES, sorted(modules)
