@@ -10,16 +10,13 @@ import itertools
 import shutil
 import socket
 import statistics
-import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -397,33 +394,6 @@ def test_plan_of_a_replica_costs_the_same_per_model() -> None:
 
     few, many = plan(MODELS), plan(10 * MODELS)
     assert many <= 10 * few
-
-
-IS_LOADING: ContextVar[bool] = ContextVar("is_loading", default=False)
-
-
-async def test_load_passes_few_modules() -> None:
-    """Those of its own tasks: the ones that only watch the replicas do not count."""
-    modules: set[str] = set()
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and IS_LOADING.get():
-            modules.add(frame.f_code.co_filename)
-
-    async def load(repository: Repository) -> None:
-        IS_LOADING.set(True)
-        await repository.load("m", {})
-
-    async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
-        loading = asyncio.create_task(load(repository))
-        sys.setprofile(record)
-        try:
-            await loading
-        finally:
-            sys.setprofile(None)
-    rooms = Counter(Path(name).parent.name for name in modules if "/gateway/" in name)
-    assert rooms["repository"] <= 10, sorted(modules)
-    assert rooms["state"] <= 5, sorted(modules)
 
 
 async def test_pool_that_is_closed_leaves_no_task_or_connection() -> None:

@@ -111,14 +111,14 @@ def test_ejections_last_longer_each_time_up_to_25_s() -> None:
     assert [round(pause_s) for pause_s in pauses_s[:6]] == [5, 10, 15, 20, 25, 25]
     assert set(map(round, pauses_s[5:])) == {25}
     # A reader sees it as ejected until the next trial, and what was sent before prolongs nothing.
-    fleet.now = fleet.failed_at[-1]
+    fleet.now = fleet.failed_at[-1] + 1
     for _ in range(50):
         fleet.fail("b")
     share = fleet.shares.find_ejection("b", "m")
     assert share is not None
     assert share.trial_at == pytest.approx(fleet.failed_at[-1] + 25)
     assert fleet.shares.list_models("b") == ["m"]
-    fleet.now += 25
+    fleet.now += 24
     assert fleet.shares.find_ejection("b", "m") is None
 
 
