@@ -1178,3 +1178,25 @@ async def test_request_that_may_have_run_is_not_sent_again() -> None:
         found = await at_once(pool, 4)
         assert {type(error) for error in found.errors} == {BadUpstream}
         assert sum(fake.inferences["m"] for fake in fakes) == 4
+
+
+@with_skips
+@pytest.mark.fault("a model hangs on one of three replicas that is otherwise well")
+async def test_replica_on_which_a_model_hangs_is_avoided_and_back_within_30_s() -> None:
+    async with simulated_replicas(3, ["m", "other"]) as fakes, over(fakes) as pool:
+        fakes[0].holds = True
+        for _ in range(30):
+            found = await at_once(pool, 12, timeout_s=0.1)
+            assert {type(error) for error in found.errors} <= {DeadlinePassed}
+        assert 0 < fakes[0].inferences["m"] <= 12
+        assert pool.failures.list_models(str(fakes[0].address)) == ["m"]
+        fakes[0].release()
+        waited_s = 0
+        while pool.failures.list_models(str(fakes[0].address)):
+            await at_once(pool, 3)
+            skip(1)
+            waited_s += 1
+            assert waited_s <= 30
+        before = fakes[0].inferences["m"]
+        assert not (await in_turns(pool, 90)).errors
+        assert fakes[0].inferences["m"] - before > 15
