@@ -153,7 +153,7 @@ class Dispatcher:
         step = target.sequence_step
         if step is not None and not step.is_start:
             return found.holders
-        return found.serving or found.holders if call.is_idempotent else found.serving
+        return found.serving or (found.holders if call.is_idempotent else ())
 
     def _select_candidates(
         self, call: UpstreamCall[T], candidates: Sequence[Replica], tried: tuple[Replica, ...]
@@ -192,7 +192,7 @@ class Dispatcher:
         """
         step = target.sequence_step
         if step is None:
-            return choose_less_loaded(candidates)
+            return candidates[0] if len(candidates) == 1 else choose_less_loaded(candidates)
         holders = self._pool.find_candidates(target.model, target.version).holders
         return self._sequences.choose_replica(target.model, step, candidates, holders)
 
