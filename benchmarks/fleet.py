@@ -41,10 +41,12 @@ async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, flo
         await pool.monitor.probe_all()
         chosen = cpu_us(
             lambda: [
-                choose_less_loaded(pool.get_candidates(name)) for _ in range(10) for name in NAMES
+                choose_less_loaded(pool.find_candidates(name).serving)
+                for _ in range(10)
+                for name in NAMES
             ]
         )
-        updated = cpu_us(lambda: [pool.update_candidates(name, "") for name in NAMES])
+        updated = cpu_us(lambda: [pool._group_replicas(name, "") for name in NAMES])
         probes_s = []
         for _ in range(PROBES):
             started = time.process_time()

@@ -200,16 +200,6 @@ class Services:
                 f"{UNLOAD_DEPENDENTS} requires access to all models; {caller.label} lacks it"
             )
 
-    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
-        """Wait until an on-demand model can be used; return the remaining seconds."""
-        activator = self.pool.activator
-        if activator is None or self.pool.has_cached_candidates(model, version):
-            return timeout_s
-        if self.dispatcher.continues_sequences(model, version):
-            # A step of a running sequence goes to its replica; for any other request the dispatcher waits.
-            return timeout_s
-        return await activator.activate(model, timeout_s)
-
     @cached_property
     def large_body_turn(self) -> asyncio.Lock:
         """Held while a piece of a large body is checked on the event loop."""

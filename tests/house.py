@@ -67,7 +67,11 @@ BUDGETS: Final = {
     ),
     "repository": Budget(1700),
     "repository/state": Budget(1300),
-    "fleet": Budget(2100),
+    "fleet": Budget(
+        2906,
+        is_enforced=True,
+        reason="2,100 is the aim; slow indexes, three transports and discovery are as long as before",
+    ),
     "embedded": Budget(
         2035, is_enforced=True, reason="1,850 is the aim; the relay for IPv6 came in between"
     ),
@@ -82,7 +86,9 @@ BUDGETS: Final = {
         is_enforced=True,
         reason="2,300 is the aim; what others upload is checked before it is stored",
     ),
-    "capabilities/versions": Budget(900),
+    "capabilities/versions": Budget(
+        1178, is_enforced=True, reason="900 is the aim; the mirror is a fifth of it"
+    ),
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(
         3875,

@@ -19,6 +19,7 @@ from random import random
 from typing import Final, Protocol, TypeVar
 
 from gateway.errors import SequenceNotRunning
+from gateway.fleet.health import NamedReplica
 from gateway.triton.sequence import SequenceStep
 
 # Triton drops an idle sequence after one second, unless the model's config changes that.
@@ -51,11 +52,6 @@ def choose_less_loaded(candidates: Sequence[Candidate]) -> Candidate:
 
 
 # Sequences.
-
-
-class NamedReplica(Protocol):
-    @property
-    def name(self) -> str: ...
 
 
 ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)

@@ -7,16 +7,16 @@ import logging
 import ssl
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import anyio
 
 from gateway.config.settings import Settings
 from gateway.errors import NotFound, Unavailable
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
-from gateway.fleet.health import HealthState, OutlierDetector
+from gateway.fleet.health import FailureShares, HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
-from gateway.fleet.probe import EVENT_LOOP_RESOLUTION_S, HealthMonitor
+from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.messages import quote_text
 from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks
@@ -28,6 +28,7 @@ LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
 # A replica that has answered no probe for this time is not responsive.
 UNRESPONSIVE_AFTER_S: Final = 2.8
+EVENT_LOOP_RESOLUTION_S: Final = 0.001
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 
@@ -60,13 +61,24 @@ class Activator(Protocol):
         """Return whether requests load the model, unless an administrator has loaded or unloaded it."""
 
 
+class Candidates(NamedTuple):
+    """The replicas for requests to a version of a model, until the next change of the fleet.
+
+    Ejected ones are among them: time and requests change that, and not the fleet.
+    """
+
+    serving: tuple[Replica, ...]  # for new requests
+    holders: tuple[Replica, ...]  # live ones that have it ready; sequences may be running there
+    others: tuple[Replica, ...]  # for new requests while it is ready nowhere: the error tells why
+
+
 class ReplicaPool:
     """All replicas. As a context manager it discovers and probes them in the background.
 
     Of a replica:
     `is_live`: it is not `DOWN`.
     `is_responsive`: it is live and has answered a probe lately, so that an action on it may end.
-    `is_reachable`: it answers probes in time; one that is ejected does.
+    `is_reachable`: it answers probes in time.
     `accepts_requests`: it is reachable and not cordoned.
 
     Of a model or its version:
@@ -74,7 +86,6 @@ class ReplicaPool:
     `is_loaded`: a replica has it ready.
     `is_served`: a live replica has it ready for new requests.
     `is_awaited`: it is not served, and requests wait until it is.
-    `has_cached_candidates`: candidates for it are known, which costs less than to find them.
     """
 
     def __init__(
@@ -92,20 +103,22 @@ class ReplicaPool:
         # Changes of the replicas, their states and their models.
         self.changes = ChangeSignal()
         self.metrics = metrics or Metrics()
+        self._loop = asyncio.get_running_loop()
+        self.failures = FailureShares(self._loop.time)
         self.monitor = HealthMonitor(
-            self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
+            self.replicas, self._notify_change, settings.poll_interval_s, self.failures
         )
         # Tells the models that requests wait for while no replica has them ready. None: no request waits.
         self.activator: Activator | None = None
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, settings.dns_interval_s)
         self._settings = settings
         self._tls = tls
-        self._loop = asyncio.get_running_loop()
-        self.outliers = OutlierDetector(self._loop.time)
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._lookup_task: asyncio.Task[None] | None = None
-        self._candidates: dict[tuple[str, str], tuple[Replica, ...]] = {}
+        # Pairs of a replica and a model that gets no new requests there before it is unloaded.
+        self._draining: set[tuple[str, str]] = set()
+        self._candidates: dict[tuple[str, str], Candidates] = {}
 
     async def __aenter__(self) -> ReplicaPool:
         self._update_replicas()
@@ -128,6 +141,7 @@ class ReplicaPool:
             self._probe_tasks.pop(address).cancel()
             removed = self.replicas.pop(address)
             removed.close()
+            self.failures.forget_replica(removed.name)
             self.metrics.remove_replica(removed.name)
         for address in sorted(current - self.replicas.keys(), key=str):
             replica = self.replicas[address] = Replica(address, self._settings, self._tls)
@@ -180,7 +194,10 @@ class ReplicaPool:
         await asyncio.gather(self._discovery.look_up_all(), asyncio.sleep(LOOKUP_PAUSE_S))
 
     def replica_state(self, replica: Replica) -> HealthState:
-        return replica.health.state(self._loop.time())
+        state = replica.health.state
+        if state is HealthState.UP and self.failures.find_ejection(replica.name) is not None:
+            return HealthState.EJECTED
+        return state
 
     def get_replica(self, name: str) -> Replica:
         """Return the replica with this address. Raises `UnknownReplica`."""
@@ -190,10 +207,10 @@ class ReplicaPool:
         return replica
 
     def is_live(self, replica: Replica) -> bool:
-        return self.replica_state(replica) is not HealthState.DOWN
+        return not replica.health.is_down
 
     def is_reachable(self, replica: Replica) -> bool:
-        return self.replica_state(replica) <= HealthState.EJECTED
+        return replica.health.state is HealthState.UP
 
     def is_responsive(self, replica: Replica) -> bool:
         is_missed = replica.health.missed_probes > 0
@@ -238,7 +255,13 @@ class ReplicaPool:
         ]
 
     def ejected_for_s(self, replica: Replica) -> float:
-        return max(replica.health.ejected_until - self._loop.time(), 0.0)
+        ejection = self.failures.find_ejection(replica.name)
+        return 0.0 if ejection is None else ejection.trial_at - self._loop.time()
+
+    def explain_state(self, replica: Replica) -> str:
+        """Return why the replica does not answer its probes, or is ejected; empty if it is well."""
+        ejection = self.failures.find_ejection(replica.name)
+        return replica.reason if ejection is None else ejection.reason
 
     def silent_for_s(self, replica: Replica) -> float:
         """Return the time since the replica answered a probe."""
@@ -261,93 +284,28 @@ class ReplicaPool:
             for replica in filter(self.is_live, self.replicas.values())
         )
 
-    def list_holders(self, model: str, version: str) -> list[Replica]:
-        """Return the live replicas that have the version ready, cordoned ones included."""
-        return [
-            replica
-            for replica in self.replicas.values()
-            if self.is_live(replica) and replica.index.is_ready(model, version)
-        ]
-
-    def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
-        # Something else than the gateways has unloaded the model, so the index is outdated.
-        if replica.index.is_ready(model, version):
-            replica.index = replica.index.with_model_unloaded(model, version)
-            replica.raw_index = b""
-            replica.index_schedule = replica.index_schedule.with_request()
-            replica.probe_requested.set()
-            self._notify_change()
-
-    def get_candidates(
-        self, model: str, version: str = "", excluded: Replica | None = None
-    ) -> Sequence[Replica]:
-        """Return the replicas that can serve the model. Raises `NoReplica`."""
+    def find_candidates(self, model: str, version: str = "") -> Candidates:
+        """Return the candidates for a version, or without one, for any; without a model, all replicas."""
         candidates = self._candidates.get((model, version))
         if candidates is None:
-            candidates = self.update_candidates(model, version)
-        if excluded is not None:
-            candidates = tuple(replica for replica in candidates if replica is not excluded)
-        if not candidates:
-            raise NoReplica
+            if len(self._candidates) > MAX_CANDIDATE_LISTS:
+                self._candidates.clear()
+            candidates = self._group_replicas(model, version)
+            self._candidates[model, version] = candidates
         return candidates
 
-    def get_sequence_candidates(
-        self, model: str, version: str = "", excluded: Replica | None = None
-    ) -> Sequence[Replica]:
-        """Return the replicas on which a sequence may be running, cordoned and avoided ones included."""
-        if not self.cordoned and not self.avoided:
-            return self.get_candidates(model, version, excluded)
-        found = self._find_candidates(model, version, self.replicas.values())
-        if candidates := tuple(replica for replica in found if replica is not excluded):
-            return candidates
-        raise NoReplica
+    def _group_replicas(self, model: str, version: str) -> Candidates:
+        live = [replica for replica in self.replicas.values() if self.is_live(replica)]
+        holders = [each for each in live if not model or each.index.is_ready(model, version)]
+        serving = (each for each in holders if (each.name, model) not in self._draining)
+        return Candidates(self._choose_for_new(serving), tuple(holders), self._choose_for_new(live))
 
-    def get_metadata_candidates(
-        self, model: str, version: str = "", excluded: Replica | None = None
-    ) -> Sequence[Replica]:
-        """Return the replicas to read metadata from: cordoned ones if no other has the version ready."""
-        if self.cordoned and not self.is_served(model, version):
-            return self.get_sequence_candidates(model, version, excluded)
-        return self.get_candidates(model, version, excluded)
-
-    def list_cordoned_holders(self, model: str, version: str) -> frozenset[str]:
-        """Return the names of live cordoned replicas on which sequences of the model may be running."""
-        return self.cordoned & {replica.name for replica in self.list_holders(model, version)}
-
-    def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
-        allowed = (
-            replica for replica in self.replicas.values() if replica.name not in self.cordoned
-        )
-        found = self._find_candidates(model, version, allowed)
-        preferred = tuple(replica for replica in found if replica.address not in self.avoided)
-        candidates = preferred or found
-        if len(self._candidates) > MAX_CANDIDATE_LISTS:
-            self._candidates.clear()
-        self._candidates[model, version] = candidates
-        return candidates
-
-    def _find_candidates(
-        self, model: str, version: str, replicas: Iterable[Replica]
-    ) -> tuple[Replica, ...]:
-        """Return the healthiest replicas on which the model is ready.
-
-        If it is ready nowhere, return all that are not down, because Triton's error tells why; or none if
-        requests wait for the model.
-        """
-        now = self._loop.time()
-        states = {replica: replica.health.state(now) for replica in replicas}
-        alive = [replica for replica, state in states.items() if state != HealthState.DOWN]
-        ready = [
-            replica
-            for replica in alive
-            if replica.index.is_ready(model, version) and model not in replica.draining_models
-        ]
-        usable = ready if model and (ready or self.is_awaited(model)) else alive
-        worst = HealthState.UP
-        if not any(states[replica] == HealthState.UP for replica in usable):
-            # No replica is healthy: accept any that may be alive.
-            worst = HealthState.SLOW
-        return tuple(replica for replica in usable if states[replica] <= worst)
+    def _choose_for_new(self, replicas: Iterable[Replica]) -> tuple[Replica, ...]:
+        """Return the replicas for new requests: the healthiest, and avoided ones only if need be."""
+        allowed = tuple(each for each in replicas if each.name not in self.cordoned)
+        in_time = tuple(each for each in allowed if each.health.state is HealthState.UP)
+        healthiest = in_time or allowed
+        return tuple(each for each in healthiest if each.address not in self.avoided) or healthiest
 
     def is_awaited(self, model: str) -> bool:
         if self.activator is None or self.is_served(model):
@@ -355,17 +313,11 @@ class ReplicaPool:
         return self.activator.can_activate(model)
 
     def is_served(self, model: str, version: str = "") -> bool:
-        return any(
-            replica.name not in self.cordoned and model not in replica.draining_models
-            for replica in self.list_holders(model, version)
-        )
-
-    def has_cached_candidates(self, model: str, version: str) -> bool:
-        return bool(self._candidates.get((model, version)))
+        return bool(self.find_candidates(model, version).serving)
 
     def set_draining(self, replica: Replica, model: str, *, is_draining: bool) -> None:
         if is_draining:
-            replica.draining_models.add(model)
+            self._draining.add((replica.name, model))
         else:
-            replica.draining_models.discard(model)
+            self._draining.discard((replica.name, model))
         self._notify_change()

@@ -1,12 +1,12 @@
-"""Probes of the replicas, and what they and the requests change in the health of a replica."""
+"""Probes of the replicas. Nothing else writes the state of a `Replica`."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from math import inf
+from random import uniform
 from time import perf_counter
 from typing import Any, Final
 
@@ -14,12 +14,11 @@ import anyio
 import orjson
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.fleet.health import HealthState, can_eject
+from gateway.fleet.health import FailureShares, HealthState
 from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import NOT_PROBED, Replica, ReplicaAddress
 from gateway.http_client.connection import RequestNotSent
 from gateway.tasks import TaskSet, cancel_tasks, run_step
-from gateway.telemetry.metrics import Metrics
 from gateway.triton.error_mapping import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -28,11 +27,9 @@ PROBE_TIMEOUT_S: Final = 1.0
 # A replica that answers no liveness probe for this time has stopped reading its index as well.
 MAX_SILENCE_S: Final = 3.0
 MIN_PROBE_PAUSE_S: Final = 0.05
-EVENT_LOOP_RESOLUTION_S: Final = 0.001
 DOWN_PROBE_INTERVAL_S: Final = 0.2
-# The replicas are probed in this number of groups, which take turns within the interval. Single probes would
-# cost more.
-PROBE_SLOTS: Final = 3
+# Probes of all replicas at once would delay the requests that come with them.
+MIN_INTERVAL_SHARE: Final = 0.8
 INDEX_PATH: Final = b"/v2/repository/index"
 LIVENESS_PATH: Final = b"/v2/health/live"
 SLOW_INDEX_TIMEOUT_S: Final = 20.0  # while the replica answers on its liveness path
@@ -46,45 +43,42 @@ PROBE_STATUS_REASONS: Final = {
 
 
 class HealthMonitor:
-    """The health of the replicas. `on_change` is called when a replica's state or models change."""
+    """Probes the replicas and writes their state. `on_change` is called when a state or an index changes."""
 
     def __init__(
         self,
         replicas: Mapping[ReplicaAddress, Replica],
         on_change: Callable[[], None],
         interval_s: float,
-        metrics: Metrics,
+        failures: FailureShares,
     ) -> None:
         self._replicas = replicas
         self._on_change = on_change
         self._interval_s = interval_s
-        self._metrics = metrics
+        self._failures = failures
         self._loop = asyncio.get_running_loop()
         self._last_round: asyncio.Task[None] | None = None
         # Slow reads of indexes run beside the probes.
         self._slow_index_reads = TaskSet()
-        self._slots = itertools.count()
 
     async def probe_periodically(self, replica: Replica) -> None:
-        # Probes of all replicas at once would delay the requests that come with them.
-        phase_s = self._interval_s * (next(self._slots) % PROBE_SLOTS) / PROBE_SLOTS
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
         while self._replicas.get(replica.address) is replica:
-            await run_step("probe", lambda: self._probe_and_wait(replica, phase_s))
+            await run_step("probe", lambda: self._probe_and_wait(replica))
 
-    async def _probe_and_wait(self, replica: Replica, phase_s: float) -> None:
+    async def _probe_and_wait(self, replica: Replica) -> None:
         if replica.health.is_down or not replica.index_schedule.is_slow:
             await self.probe(replica)
         elif await self._check_liveness(replica):
             is_due = self._loop.time() >= replica.index_schedule.due_at
             if is_due and not replica.index_lock.locked():
                 self._slow_index_reads.start(self.probe(replica))
-        await self._wait_for_next_probe(replica, phase_s)
+        await self._wait_for_next_probe(replica)
 
-    async def _wait_for_next_probe(self, replica: Replica, phase_s: float) -> None:
-        now = self._loop.time()
-        pause_s = self._interval_s - (now - phase_s) % self._interval_s
-        if replica.health.state(now) is HealthState.DOWN:
+    async def _wait_for_next_probe(self, replica: Replica) -> None:
+        probed_at = self._loop.time()
+        pause_s = self._interval_s * uniform(MIN_INTERVAL_SHARE, 1)  # noqa: S311 - not for security
+        if replica.health.is_down:
             # A refused connection costs little, and a fast recovery matters.
             pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
         # A cancel scope instead of the timer would cost a fifth of the whole probe.
@@ -93,7 +87,7 @@ class HealthMonitor:
             await replica.probe_requested.wait()
         finally:
             tick.cancel()
-        too_early_s = now + MIN_PROBE_PAUSE_S - self._loop.time()
+        too_early_s = probed_at + MIN_PROBE_PAUSE_S - self._loop.time()
         if too_early_s > 0:
             await asyncio.sleep(too_early_s)
         replica.probe_requested.clear()
@@ -134,7 +128,8 @@ class HealthMonitor:
         else:
             replica.is_index_valid = True
             # It may be another process that has got the address.
-            replica.exit_count += was_silent and not ready_before <= replica.index.ready_models
+            if was_silent and not ready_before <= replica.index.ready_models:
+                self._record_exit(replica)
             self._record_answer(replica, changed=changed)
 
     async def _read_index(self, replica: Replica) -> bool:
@@ -206,82 +201,72 @@ class HealthMonitor:
         replica.answered_at = self._loop.time()
         return response.body
 
+    def mark_unloaded(self, replica: Replica, model: str, version: str) -> None:
+        """Something else than the gateways has unloaded the model: the index is outdated, and read again."""
+        if replica.index.is_ready(model, version):
+            replica.index = replica.index.with_model_unloaded(model, version)
+            replica.raw_index = b""
+            replica.index_schedule = replica.index_schedule.with_request()
+            replica.probe_requested.set()
+            self._on_change()
+
+    def report_transport_failure(self, replica: Replica, error: GatewayError) -> None:
+        """Note that a request found no Triton, or no connection: a probe tells at once how it is."""
+        replica.probe_requested.set()
+        if isinstance(error, RequestNotSent) and error.is_refused:
+            previous = replica.health.state
+            self._record_refusal(replica)
+            replica.reason = error.detail
+            self._report_state_change(replica, previous)
+
     def _record_answer(self, replica: Replica, *, changed: bool = False) -> None:
         previous = replica.health
+        replica.reason = ""
         if previous.is_down or previous.missed_probes:
             replica.health = previous.with_probe_answer()
-            if previous.is_down:
-                replica.up_since = self._loop.time()
-            self._report_state_change(replica, previous.state(self._loop.time()))
+            self._report_state_change(replica, previous.state)
             changed = True
-        replica.reason = ""
         if changed:
             self._on_change()
 
     def _record_missed_probe(self, replica: Replica, error: GatewayError) -> None:
-        previous = replica.health.state(self._loop.time())
-        health = replica.health
-        is_refused = isinstance(error, RequestNotSent) and error.is_refused
-        if is_refused:
-            record_refusal(replica)
+        previous = replica.health
+        if isinstance(error, RequestNotSent) and error.is_refused:
+            self._record_refusal(replica)
         else:
-            replica.health = health.with_probe_timeout()
+            replica.health = previous.with_probe_timeout()
         is_first_probe = replica.reason == NOT_PROBED
         # The message of `DeadlinePassed` gives advice to clients.
         is_late = isinstance(error, DeadlinePassed)
         replica.reason = "no response to a probe in time" if is_late else error.detail
         if is_first_probe:
             warn_of_start(replica, error)
-        if replica.health.missed_probes and not health.missed_probes:
+        if replica.health.missed_probes and not previous.missed_probes:
             self._on_change()  # `ReplicaPool.wait_while_responsive` watches the time from now on
-        self._report_state_change(replica, previous)
+        self._report_state_change(replica, previous.state)
 
-    def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
-        """Record a request's transport failure, which may eject the replica.
+    def _record_refusal(self, replica: Replica) -> None:
+        if not replica.health.has_exited:
+            self._record_exit(replica)
+        replica.health = replica.health.with_refusal()
 
-        An expired deadline does not count if the replica answered other requests meanwhile (the model is
-        slow), or if it was shorter than a probe interval.
-        """
-        now = self._loop.time()
-        previous = replica.health.state(now)
-        window_s = min(self._interval_s + MIN_PROBE_PAUSE_S, PROBE_TIMEOUT_S)
-        is_responsive = perf_counter() - max(replica.http.last_response_at, started_at) < window_s
-        if isinstance(error, DeadlinePassed) and is_responsive:
-            return
-        if isinstance(error, RequestNotSent) and error.is_refused:
-            record_refusal(replica)
-            replica.reason = error.detail
-        ejected_count = sum(other.health.ejected_until > now for other in self._replicas.values())
-        is_ejectable = can_eject(len(self._replicas), ejected_count)
-        replica.health = replica.health.with_failure(now, can_eject=is_ejectable)
-        replica.probe_requested.set()
-        if replica.health.ejected_until > now and previous is not HealthState.EJECTED:
-            replica.reason = error.detail
-            self._metrics.count_event(self._metrics.ejections, replica.name)
-            replica.http.drop_pending_work()
-            # A uvloop timer can fire slightly early, when the replica would still be ejected.
-            timer_due = replica.health.ejected_until + EVENT_LOOP_RESOLUTION_S
-            self._loop.call_at(timer_due, self._on_change)
-        self._report_state_change(replica, previous)
+    def _record_exit(self, replica: Replica) -> None:
+        replica.exit_count += 1
+        self._failures.forget_replica(replica.name)
 
     def _report_state_change(self, replica: Replica, previous: HealthState) -> None:
-        state = replica.health.state(self._loop.time())
-        if state == previous:
+        state = replica.health.state
+        if state is previous:
             return
-        replica.http.keep_alive = state in (HealthState.UP, HealthState.EJECTED)
-        if not replica.http.keep_alive:
+        replica.http.keep_alive = state is HealthState.UP
+        if state is HealthState.UP:
+            log.info("replica %s is UP", replica.address)
+        else:
             replica.drop_idle()
             # The next index may come from another process.
             replica.raw_index = b""
             log.warning("replica %s is %s: %s", replica.address, state.name, replica.reason)
-        else:
-            log.info("replica %s is %s", replica.address, state.name)
         self._on_change()
-
-
-def record_refusal(replica: Replica) -> None:
-    replica.exit_count += not replica.health.has_exited
-    replica.health = replica.health.with_refusal()
 
 
 def warn_of_start(replica: Replica, error: GatewayError) -> None:

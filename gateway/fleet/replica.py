@@ -87,7 +87,7 @@ def create_http_client(
 
 
 class Replica:
-    """One Triton, its connections, and its state according to probes and requests."""
+    """One Triton, its connections, and its state, which only `HealthMonitor` writes."""
 
     def __init__(
         self, address: ReplicaAddress, settings: Settings, tls: ssl.SSLContext | None = None
@@ -96,9 +96,7 @@ class Replica:
         self.name = str(address)
         self.restricted_api = read_restricted_api(settings)
         self.health = Health()
-        # By the loop's clock: when a probe found it up after it was down, and when it last answered one.
-        self.up_since = 0.0
-        self.answered_at = 0.0
+        self.answered_at = 0.0  # when it last answered a probe, by the loop's clock
         self.exit_count = 0  # how often another process has replaced it, or will
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
@@ -108,8 +106,6 @@ class Replica:
         # A read that began later must not end earlier.
         self.index_lock = asyncio.Lock()
         self.reason = NOT_PROBED
-        # Models get no new requests before they are unloaded.
-        self.draining_models: set[str] = set()
         # Set to probe now, not at the next interval.
         self.probe_requested = asyncio.Event()
         self.http = create_http_client(address, settings, tls)

@@ -7,33 +7,35 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, Final
 
 from gateway.errors import BadUpstream, GatewayError, InputMismatch
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.transports import triton_model_path
 from gateway.messages import join_names, quote_text
-from gateway.telemetry.request_info import current_request_info, measure_upstream_time
+from gateway.tasks import TaskSet
+from gateway.telemetry.request_info import measure_upstream_time
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.request_target import RequestTarget
 
-REFRESH_AFTER_S = 1.5  # an older signature is refreshed in the background
+REFRESH_AFTER_S: Final = 1.5  # an older signature is refreshed in the background
 STALE_AFTER_S = 2.0  # a request waits for a newer signature
-MAX_REFRESH_WAIT_S = (
-    0.5  # and then uses the one that is stale, until it expires: Triton may be busy
-)
-EXPIRE_AFTER_S = 10.0  # an older signature is not used
-METADATA_TIMEOUT_S = 5.0
-MAX_PARALLEL_READS = 16  # configs that are read at the same time
+# and then uses the one that is stale, until it expires: Triton may be busy.
+MAX_REFRESH_WAIT_S: Final = 0.5
+EXPIRE_AFTER_S: Final = 10.0  # an older signature is not used
+METADATA_TIMEOUT_S: Final = 5.0
+MAX_PARALLEL_READS: Final = 16  # configs that are read at the same time
 
 
 @dataclass
 class CachedSignature:
-    """A signature, when it was read, and the task that reads it again."""
+    """The signature of a version that was read last, and the task that reads it now."""
 
-    signature: Signature
-    read_at: float
-    refresh_task: asyncio.Task[Signature] | None = None
+    signature: Signature | None = None
+    read_at: float = -inf  # of a signature that is invalid as well
+    next_read_at: float = -inf  # when a read in the background may begin
+    reading: asyncio.Task[Signature] | None = None
 
 
 class SignatureCache:
@@ -41,31 +43,33 @@ class SignatureCache:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._signatures: dict[tuple[str, str], CachedSignature] = {}
-        self._remembered: dict[tuple[str, str], Signature] = {}  # the last ones of all models
-        self._next_reads: dict[
-            tuple[str, str], float
-        ] = {}  # when a read in the background may begin
-        self._pending_reads: dict[tuple[str, str], asyncio.Task[Signature]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._cached: dict[tuple[str, str], CachedSignature] = {}
+        self._reads = TaskSet()
 
     def close(self) -> None:
-        for task in self._pending_reads.values():
+        for task in self._reads:
             task.cancel()
-        for cached in self._signatures.values():
-            if cached.refresh_task is not None:
-                cached.refresh_task.cancel()
 
-    async def get_signature(self, model: str, version: str = "") -> Signature:
-        """Return the signature of a model that was resolved. Raises `UnknownModel` or `ModelNotReady`."""
+    async def get_signature(
+        self, model: str, version: str = "", timeout_s: float = METADATA_TIMEOUT_S
+    ) -> Signature:
+        """Return the signature of a model that was resolved, which is loaded on demand within the timeout.
+
+        Raises `UnknownModel` or `ModelNotReady`.
+        """
         if signature := self.find_signature(model, version):
             return signature
+        await self._dispatcher.wait_for_model(model, version, timeout_s)
         key = (model, version)
-        cached = self._find_cached(key, EXPIRE_AFTER_S)
-        if cached is not None and cached.refresh_task is not None:
-            with measure_upstream_time():
-                await asyncio.wait([cached.refresh_task], timeout=MAX_REFRESH_WAIT_S)
-            cached = self._signatures.get(key)  # None if the refresh failed
-        return await self._read_once(key) if cached is None else cached.signature
+        with measure_upstream_time():
+            cached = self._find_cached(key, EXPIRE_AFTER_S)
+            if cached is not None and cached.reading is not None:
+                await asyncio.wait([cached.reading], timeout=MAX_REFRESH_WAIT_S)
+                cached = self._find_cached(key, inf)  # none if the refresh failed
+            if cached is not None and cached.signature is not None:
+                return cached.signature
+            return await asyncio.shield(self._start_reading(key))
 
     def find_signature(self, model: str, version: str) -> Signature | None:
         """Return the cached signature, unless it is stale; an older one is refreshed in the background."""
@@ -73,82 +77,68 @@ class SignatureCache:
         return None if cached is None else cached.signature
 
     def _find_cached(self, key: tuple[str, str], max_age_s: float) -> CachedSignature | None:
-        cached = self._signatures.get(key)
-        if cached is None:
+        cached = self._cached.get(key)
+        if cached is None or cached.read_at == -inf:
             return None
-        age_s = asyncio.get_running_loop().time() - cached.read_at
-        if REFRESH_AFTER_S < age_s <= EXPIRE_AFTER_S and cached.refresh_task is None:
-            cached.refresh_task = asyncio.create_task(self._refresh_signature(*key))
-            cached.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
+        age_s = self._loop.time() - cached.read_at
+        if REFRESH_AFTER_S < age_s <= EXPIRE_AFTER_S:
+            self._read_in_background(key)
         return cached if age_s <= max_age_s else None
 
     def find_remembered_signature(self, model: str, version: str) -> Signature | None:
-        return self._remembered.get((model, version))
+        """Return the signature that was read last, whatever has become of the model."""
+        cached = self._cached.get((model, version))
+        return None if cached is None else cached.signature
 
     def find_or_start_reading(self, model: str) -> Signature | None:
         """Return the last known signature, and read a new one in the background if it is old."""
         key = (model, "")
-        now = asyncio.get_running_loop().time()
-        if self._find_cached(key, EXPIRE_AFTER_S) is None and now >= self._next_reads.get(key, 0.0):
+        cached = self._cached.get(key)
+        if cached is None:
+            cached = self._cached[key] = CachedSignature()
+        now = self._loop.time()
+        if now - cached.read_at > EXPIRE_AFTER_S and now >= cached.next_read_at:
             # A config that cannot be used is not read again for each request.
-            self._next_reads = {each: at for each, at in self._next_reads.items() if at > now}
-            self._next_reads[key] = now + REFRESH_AFTER_S
-            # The request that triggers the read does not wait for it, and its log line has no part of it.
-            Context().run(self._start_first_read, key)
-        return self._remembered.get(key)
+            cached.next_read_at = now + REFRESH_AFTER_S
+            self._read_in_background(key)
+        return cached.signature
 
     async def read_unknown_signatures(self, models: Iterable[str]) -> None:
         """Read the signature of each model that was never read, unless that fails."""
-        unknown = [model for model in models if (model, "") not in self._remembered]
+        unknown = [model for model in models if not self.find_remembered_signature(model, "")]
         await read_each(unknown, self.get_signature)
-
-    async def _read_once(self, key: tuple[str, str]) -> Signature:
-        with measure_upstream_time():
-            return await asyncio.shield(self._start_first_read(key))
-
-    def _start_first_read(self, key: tuple[str, str]) -> asyncio.Task[Signature]:
-        task = self._pending_reads.get(key)
-        if task is None:
-            # The model may have been unloaded since the request waited for it: it waits again.
-            work = self._read_signature(*key, can_activate=True)
-            task = self._pending_reads[key] = asyncio.create_task(work)
-            task.add_done_callback(lambda task: self._finish_first_read(key, task))
-        return task
-
-    def _finish_first_read(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
-        if self._pending_reads.get(key) is not task:
-            return  # `invalidate` was called during the read: the result may be outdated
-        del self._pending_reads[key]
-        self._store_signature(key, task)
 
     def invalidate(self, model: str) -> None:
         """Drop the cached signatures of a model that was loaded or unloaded, or contradicts them."""
-        for key in [key for key in self._signatures if key[0] == model]:
-            cached = self._signatures.pop(key)
-            if cached.refresh_task is not None:
-                cached.refresh_task.cancel()
-        for key in [key for key in self._pending_reads if key[0] == model]:
-            self._pending_reads.pop(key)
+        for key, cached in self._cached.items():
+            if key[0] == model:
+                cached.read_at = -inf
+                cached.reading = None  # what is read now may be outdated
 
-    def _store_signature(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
-        if task.cancelled():
-            return
-        if task.exception() is not None:
-            self._signatures.pop(key, None)
-        else:
-            now = asyncio.get_running_loop().time()
-            self._signatures[key] = CachedSignature(task.result(), now)
-            self._remembered[key] = task.result()
+    def _read_in_background(self, key: tuple[str, str]) -> None:
+        # The request that triggers the read does not wait for it, and its log line has no part of it.
+        Context().run(self._start_reading, key)
 
-    async def _refresh_signature(self, model: str, version: str) -> Signature:
-        # The request that triggered the refresh does not wait for it.
-        current_request_info.set(None)
-        return await self._read_signature(model, version)
+    def _start_reading(self, key: tuple[str, str]) -> asyncio.Task[Signature]:
+        cached = self._cached.setdefault(key, CachedSignature())
+        if cached.reading is None:
+            cached.reading = self._reads.start(self._read_signature(*key))
+            cached.reading.add_done_callback(lambda task: self._finish_reading(cached, task))
+        return cached.reading
 
-    async def _read_signature(
-        self, model: str, version: str, *, can_activate: bool = False
-    ) -> Signature:
-        target = RequestTarget(model, version, METADATA_TIMEOUT_S, can_activate=can_activate)
+    def _finish_reading(self, cached: CachedSignature, task: asyncio.Task[Signature]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        if cached.reading is not task:
+            return  # `invalidate` was called meanwhile
+        cached.reading = None
+        cached.read_at = -inf
+        if not task.cancelled() and failure is None:
+            cached.read_at = self._loop.time()
+            cached.signature = task.result()
+
+    async def _read_signature(self, model: str, version: str) -> Signature:
+        # The model may have been unloaded since the request waited for it: it waits again.
+        target = RequestTarget(model, version, METADATA_TIMEOUT_S, can_activate=True)
         metadata, config = await asyncio.gather(
             self._dispatcher.request_json(target, triton_model_path(model, version)),
             self._read_config(target),

@@ -134,15 +134,12 @@ async def open_request(
         deadline = Deadline.after(timeout_s)
     internal = request.scope.get(INTERNAL_REQUEST)
     run = services.inference if internal is None or internal.run is None else internal.run
-    pool = services.pool
-    if pool.activator is not None and not pool.has_cached_candidates(target.model, target.version):
-        if not isinstance(run, DryRun):
-            await services.activate_model(target.model, target.version, deadline.remaining_s)
-        elif pool.is_awaited(target.model):
-            services.record_model(scope["request_info"], target.model, target.version)
-            raise DryRunPassed
+    if isinstance(run, DryRun) and services.pool.is_awaited(target.model):
+        services.record_model(scope["request_info"], target.model, target.version)
+        raise DryRunPassed
     signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:
+        await services.dispatcher.wait_for_model(target.model, target.version, deadline.remaining_s)
         signature = await deadline.limit(read_signature(services.signatures, target, step))
     info = scope["request_info"]
     info.model = signature.model

@@ -58,7 +58,7 @@ class FleetCollector(Collector):
             for name in STATE_RANKS.keys() | states.keys():
                 models.add_metric([address, name], states[name])
             cordoned.add_metric([address], float(replica.name in self._pool.cordoned))
-            failing.add_metric([address], len(self._pool.outliers.list_models(replica.name)))
+            failing.add_metric([address], len(self._pool.failures.list_models(replica.name)))
             ready.update(dict.fromkeys(replica.index.models, 0))
             if self._pool.accepts_requests(replica):
                 ready.update(replica.index.ready_models)

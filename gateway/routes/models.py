@@ -329,13 +329,12 @@ async def get_signature(
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
     scope = cast(RequestScope, request.scope)
     target = services.resolver.resolve(scope, Right.infer, model, version)
-    activator = services.pool.activator
-    if activator is not None and not services.pool.is_served(target.model):
-        remembered = services.signatures.find_remembered_signature(target.model, target.version)
-        if remembered is not None and activator.can_activate(target.model):
+    signatures = services.signatures
+    if services.pool.is_awaited(target.model):
+        remembered = signatures.find_remembered_signature(target.model, target.version)
+        if remembered is not None:
             return remembered
-        await activator.activate(target.model, services.default_timeout_s)
-    return await services.signatures.get_signature(target.model, target.version)
+    return await signatures.get_signature(target.model, target.version, services.default_timeout_s)
 
 
 async def add_presentations(

@@ -111,10 +111,12 @@ def build_replica_description(
         description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
     if state in (HealthState.SLOW, HealthState.DOWN) and replica.answered_at:
         description["silent_for_s"] = round(pool.silent_for_s(replica), 1)
-    failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
+    failing = filter(caller.can_see, pool.failures.list_models(replica.name))
     if failing_models := list(failing):
         description["failing_models"] = failing_models
-    if reason := "; ".join(filter(None, (replica.reason, describe_missing_streams(replica)))):
+    if reason := "; ".join(
+        filter(None, (pool.explain_state(replica), describe_missing_streams(replica)))
+    ):
         description["reason"] = reason
     return description
 

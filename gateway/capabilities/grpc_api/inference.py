@@ -32,9 +32,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     version = target.version
     remaining_s = timeout_s - (perf_counter() - started_at)
     try:
-        pool = services.pool
-        if pool.activator is not None and not pool.has_cached_candidates(model, version):
-            remaining_s = await services.activate_model(model, version, remaining_s)
+        remaining_s = await services.dispatcher.wait_for_model(model, version, remaining_s)
         deadline = perf_counter() + remaining_s
         if head.class_outputs:
             await check_classification(services, target, head)

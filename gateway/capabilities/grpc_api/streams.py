@@ -233,10 +233,8 @@ class InferStream:
         """Check that the model can serve a request; return whether it is decoupled."""
         model = target.model
         version = target.version
-        await self._services.activate_model(model, version, call.find_timeout_s())
         signatures = self._services.signatures
-        signature = signatures.find_signature(model, version)
-        signature = signature or await signatures.get_signature(model, version)
+        signature = await signatures.get_signature(model, version, call.find_timeout_s())
         if head.class_outputs:
             await check_classification(self._services, target, head)
         return signature.is_decoupled

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.capabilities.versions.label_choice import LabelChoice
-from gateway.capabilities.versions.label_router import LabelRouter, UnknownLabel
+from gateway.capabilities.versions.label_router import LabelChoice, LabelRouter, UnknownLabel
 from gateway.capabilities.versions.labels import (
     DEFAULT_LABEL,
     InvalidLabel,

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, cast
 
 from prometheus_client import Counter as CounterMetric
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SPLIT_KEY_HEADER: Final = b"x-split-key"
 MAX_SEQUENCES: Final = 65_536
+# The key of the label in the scope of a request that may be copied.
+CHOSEN_LABEL: Final = "chosen_label"
 
 
 class UnknownLabel(GatewayError):
@@ -162,14 +164,36 @@ class ActiveLabel:
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
             return self.value.shares
         # Cordoned replicas still serve the running sequences of a version.
-        return self._find_shares(self._pool.is_served) or self._find_shares(self._pool.list_holders)
-
-    def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:
         shares = self.value.shares
-        return {each: share for each, share in shares.items() if find(self.model, each)}
+        found = {each: self._pool.find_candidates(self.model, each) for each in shares}
+        served = {each: share for each, share in shares.items() if found[each].serving}
+        return served or {each: share for each, share in shares.items() if found[each].holders}
 
     def _count_redirect(self, version: str) -> None:
         self._redirects.labels(self.model, self.name, version).inc()
+
+
+class LabelChoice:
+    """A `VersionChoice` by a label."""
+
+    def __init__(self, label: ActiveLabel, scope: RequestScope) -> None:
+        self.version = label.choose_version(scope)
+        self._label = label
+        self._scope = scope
+        cast("dict[str, Any]", scope)[CHOSEN_LABEL] = label
+
+    def choose_sequence_version(self, step: SequenceStep) -> str:
+        # A step means nothing without the others, some of which would not be copied.
+        cast("dict[str, Any]", self._scope).pop(CHOSEN_LABEL, None)
+        self.version = self._label.choose_sequence_version(self._scope, self.version, step)
+        return self.version
+
+    def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
+        if step is not None or not self._label.value.is_split:
+            return ""
+        version = self._label.redirect(refused)
+        self.version = version or self.version
+        return version
 
 
 class LabelRouter:

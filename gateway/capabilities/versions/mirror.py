@@ -17,8 +17,7 @@ from urllib.parse import unquote
 
 from starlette.types import Message, Receive, Scope
 
-from gateway.capabilities.versions.label_choice import CHOSEN_LABEL
-from gateway.capabilities.versions.label_router import ActiveLabel, LabelRouter
+from gateway.capabilities.versions.label_router import CHOSEN_LABEL, ActiveLabel, LabelRouter
 from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capacity.admission import AdmissionQueue
@@ -39,7 +38,6 @@ from gateway.telemetry.request_info import (
 )
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.grpc.byte_channel import INFER_METHOD
-from gateway.triton.grpc.messages import set_version
 from gateway.triton.json_guard import SEQUENCE_ID_KEY
 from gateway.triton.request_target import RequestTarget
 
@@ -71,7 +69,9 @@ class MirrorDispatcher(Dispatcher):
 
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target = call.target
-        candidates = self._pool.get_candidates(target.model, target.version)
+        candidates = self._pool.find_candidates(target.model, target.version).serving
+        if not candidates:
+            raise ModelNotReady(target.model, target.version)
         try:
             return await call.send(choose_less_loaded(candidates), timeout_s, None)
         except FailedResponse as failed:
@@ -173,9 +173,8 @@ class Mirror:
     async def _send_message(
         self, model: str, version: str, message: bytes, timeout_s: float
     ) -> None:
-        target = RequestTarget(model, version, timeout_s)
-        call = GrpcBytesCall(target, INFER_METHOD, set_version(message, version))
-        await self._services.dispatcher.send(call, timeout_s)
+        call = GrpcBytesCall(RequestTarget(model, "", timeout_s), INFER_METHOD, message)
+        await self._services.dispatcher.send(call.with_version(version), timeout_s)
 
     async def _send_request(
         self, scope: Scope, version: str, body: bytes, info: RequestInfo

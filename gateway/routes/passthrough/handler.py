@@ -173,13 +173,8 @@ async def forward_request(
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
     remaining_s = timeout_s
-    pool = services.pool
-    if (
-        action.can_activate
-        and pool.activator is not None
-        and not pool.has_cached_candidates(model, target.version)
-    ):
-        remaining_s = await services.activate_model(model, target.version, timeout_s)
+    if action.can_activate and not services.pool.find_candidates(model, target.version).serving:
+        remaining_s = await services.dispatcher.wait_for_model(model, target.version, timeout_s)
     if headers.expects_continue and action.is_inference:
         await check_model_exists(services, target)
     prepared = await prepare_body(services, scope, receive, headers=headers, action=action)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,29 +16,15 @@ import aiohttp
 import httpx
 import pytest
 
-from gateway.fleet.health import EJECT_AFTER_FAILURES
-from tests.support.fake_triton import port_of
 from tests.support.fault_proxy import NO_FAULT, End, Fault, Proxy, always
 from tests.support.fleet import Fleet, write_echo
-from tests.support.load import (
-    ECHO_V2,
-    LOG_WARNINGS,
-    Sample,
-    closed_loop,
-    post,
-    slowest_ms,
-    statuses_of,
-)
-from tests.support.measurements import assert_number
+from tests.support.load import LOG_WARNINGS
 from tests.support.servers import Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
 PATH = "/v2/models/echo/infer"
 INFER = PATH.encode()
 PLAIN = {"Accept-Encoding": "identity"}
-CONNECT_S = 0.5  # the gateway's default
-USUAL_MS = 400  # the most that an inference takes where nothing is waited for
-CLIENTS = 4
 
 
 @dataclass
@@ -90,17 +74,6 @@ def ready(fleet: Fleet) -> int:
 def one(behind: Behind) -> Iterator[Fleet]:
     with gateway_before(behind, 1) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def two(behind: Behind) -> Iterator[Fleet]:
-    with gateway_before(behind, 2) as fleet:
-        yield fleet
-
-
-def send(fleet: Fleet, count: int) -> list[Sample]:
-    """Send so many inferences by a few clients."""
-    return closed_loop(port_of(fleet.client), [ECHO_V2], CLIENTS, count)
 
 
 def v2(values: list[float]) -> dict[str, Any]:
@@ -322,109 +295,3 @@ def test_response_reaches_only_its_own_request(behind: Behind, one: Fleet) -> No
     assert rush.seen["own"] > 0.9 * rush.count
     assert rush.seen["502"] + rush.seen[CUT] > 0
     assert max(rush.passed.values()) == 1
-
-
-# Replicas.
-
-
-@pytest.mark.long
-@pytest.mark.fault("a Triton becomes 500 ms slower than the others")
-def test_replica_that_is_500_ms_slower_gets_less_than_half_of_its_share(
-    behind: Behind, two: Fleet
-) -> None:
-    """A random choice would give it half, however fast the machine is."""
-    usual = send(two, 100)
-    with behind.proxies[0].having(always(Fault(delay_s=0.5), INFER)):
-        learning = send(two, 100)
-        before = [proxy.requests[INFER] for proxy in behind.proxies]
-        samples = send(two, 400)
-        slow, other = (
-            proxy.requests[INFER] - count
-            for proxy, count in zip(behind.proxies, before, strict=True)
-        )
-    assert set(statuses_of([*usual, *learning, *samples])) == {200}
-    assert slow + other == 400
-    assert slow < 100
-    assert_number("the slow one gets", slow / 4, "% where fair is 50 %", at_most=50 / 4)
-
-
-def attempts(fleet: Fleet, proxy: Proxy) -> float:
-    """Return how many inferences the gateway has sent, or tried to send, to this replica."""
-    page = fleet.client.get("/metrics").text
-    sample = rf'^gateway_upstream_attempts_total{{.*:{proxy.port}".*}} (\S+)$'
-    return sum(map(float, re.findall(sample, page, re.M)))
-
-
-WAYS: dict[str, tuple[Callable[[Proxy], AbstractContextManager[None]], int, float]] = {
-    "refuses": (Proxy.refusing, 0, 10),
-    "swallows": (Proxy.swallowing, 0, CONNECT_S),
-    # What was written before the reset may have run: it is not sent again, and five such end it.
-    "hangs up": (Proxy.hanging_up, EJECT_AFTER_FAILURES + CLIENTS - 1, 10),
-}
-
-
-@pytest.mark.long
-@pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
-@pytest.mark.parametrize("way", WAYS)
-def test_unreachable_replica_costs_the_connect_timeout_and_then_nothing(
-    behind: Behind, way: str
-) -> None:
-    """Without that timeout a request would wait for its deadline, and be 504."""
-    does, most_failures, connect_s = WAYS[way]
-    proxy = behind.proxies[0]
-    with gateway_before(behind, 2, connect_timeout_s=str(connect_s)) as fleet:
-        send(fleet, 50)
-        with does(proxy):
-            for _ in range(2):  # then it has seen that its idle connections there are closed
-                fleet.client.get("/livez")
-            first = send(fleet, 150)
-            wait_until(lambda: ready(fleet) == 1)
-            tried = attempts(fleet, proxy)
-            later = send(fleet, 60)
-            tried_later = attempts(fleet, proxy) - tried
-        wait_until(lambda: ready(fleet) == 2)
-    statuses = statuses_of(first)
-    assert set(statuses) <= {200, 502}
-    assert statuses[502] <= most_failures
-    assert set(statuses_of(later)) == {200}
-    assert tried_later == 0
-    assert_number("the slowest", slowest_ms(first), "ms", at_most=CONNECT_S * 1000 + USUAL_MS)
-    assert_number("the slowest later", slowest_ms(later), "ms", at_most=USUAL_MS)
-
-
-@pytest.mark.fault("a Triton accepts requests and never responds")
-def test_replica_that_never_responds_costs_only_its_requests_their_deadline(
-    behind: Behind, two: Fleet
-) -> None:
-    """All have the same deadline; only the silent replica lets it pass."""
-    (silent, other), deadline_s = behind.proxies, 2.0
-    port, held = port_of(two.client), list[bytes]()
-
-    def hold(request: bytes) -> Fault:
-        held.extend(re.findall(rb"x-request-id: (\d+)", request))
-        return Fault(delay_s=math.inf)
-
-    def wire(number: int) -> bytes:
-        fields = f"X-Request-Timeout: {deadline_s}", f"X-Request-ID: {number}"
-        return post(PATH, json.dumps(v2([1, 2])).encode(), "application/json", *fields)
-
-    send(two, 50)
-    # The other one is busy for a moment with each, so that the silent one gets some of the first.
-    with silent.having(hold), other.having(always(Fault(delay_s=0.05), INFER)):
-        samples = list[Sample]()
-        while not held:
-            samples += closed_loop(port, [wire(number) for number in range(12)], 12, 12)
-        wait_until(lambda: ready(two) == 1)
-        passed = silent.requests[INFER]
-        later = send(two, 40)
-        assert silent.requests[INFER] == passed
-    late, well = (
-        [each.took_s for each in samples if each.status == status] for status in (504, 200)
-    )
-    assert len(late) == len(held) > 0
-    assert len(well) == len(samples) - len(held)
-    assert min(late) > deadline_s - 0.1
-    assert set(statuses_of(later)) == {200}
-    assert_number("the latest", max(late), "s", at_most=deadline_s + USUAL_MS / 1000)
-    assert_number("the slowest of the others", max(well) * 1000, "ms", at_most=USUAL_MS)
-    assert_number("the slowest later", slowest_ms(later), "ms", at_most=USUAL_MS)

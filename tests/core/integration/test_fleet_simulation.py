@@ -10,16 +10,13 @@ import itertools
 import shutil
 import socket
 import statistics
-import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -290,9 +287,9 @@ async def test_choice_of_a_replica_costs_the_same_in_a_large_fleet() -> None:
         async with simulated_replicas(count, names) as fakes, over(fakes, NEVER_S) as pool:
             await wait_until_async(lambda: states(pool)[HealthState.UP] == count)
             again = count_calls(
-                lambda: [choose_less_loaded(pool.get_candidates(name)) for name in names]
+                lambda: [choose_less_loaded(pool.find_candidates(name).serving) for name in names]
             )
-            return again, count_calls(lambda: [pool.update_candidates(name, "") for name in names])
+            return again, count_calls(lambda: [pool._group_replicas(name, "") for name in names])
 
     small, large = await calls_in(10), await calls_in(REPLICAS)
     assert large[0] == small[0]
@@ -344,13 +341,13 @@ async def test_replica_with_a_slow_index_is_up_unless_its_index_is_invalid() -> 
             # What contradicts the index lets it be read at once, and once.
             read = fake.requests["index"]
             fake.models["a"] = False
-            pool.mark_unloaded(replica, "a", "")
+            pool.monitor.mark_unloaded(replica, "a", "")
             await wait_until_async(lambda: fake.requests["index"] > read)
             await asyncio.sleep(2 * fake.index_s)
             assert fake.requests["index"] == read + 1
             fake.index_s = SLOW_INDEX_S
             fake.index_body = b"{}"
-            pool.mark_unloaded(replica, "a", "")  # so that it is read at once
+            pool.monitor.mark_unloaded(replica, "a", "")  # so that it is read at once
             await wait_until_async(lambda: states(pool) == {HealthState.SLOW: 1})
             probes = fake.requests["live"] + fake.requests["index"]
             await wait_until_async(
@@ -397,33 +394,6 @@ def test_plan_of_a_replica_costs_the_same_per_model() -> None:
 
     few, many = plan(MODELS), plan(10 * MODELS)
     assert many <= 10 * few
-
-
-IS_LOADING: ContextVar[bool] = ContextVar("is_loading", default=False)
-
-
-async def test_load_passes_few_modules() -> None:
-    """Those of its own tasks: the ones that only watch the replicas do not count."""
-    modules: set[str] = set()
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and IS_LOADING.get():
-            modules.add(frame.f_code.co_filename)
-
-    async def load(repository: Repository) -> None:
-        IS_LOADING.set(True)
-        await repository.load("m", {})
-
-    async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
-        loading = asyncio.create_task(load(repository))
-        sys.setprofile(record)
-        try:
-            await loading
-        finally:
-            sys.setprofile(None)
-    rooms = Counter(Path(name).parent.name for name in modules if "/gateway/" in name)
-    assert rooms["repository"] <= 10, sorted(modules)
-    assert rooms["state"] <= 5, sorted(modules)
 
 
 async def test_pool_that_is_closed_leaves_no_task_or_connection() -> None:
@@ -1201,3 +1171,32 @@ async def test_index_that_is_invalid_makes_only_its_replica_unavailable() -> Non
             assert not (await at_once(pool, 10)).errors
             fakes[0].index_body = None
             await wait_until_async(lambda: states(pool)[HealthState.UP] == 3)
+
+
+async def test_request_that_may_have_run_is_not_sent_again() -> None:
+    async with simulated_replicas(2, garbles=True) as fakes, over(fakes, poll_s=NEVER_S) as pool:
+        found = await at_once(pool, 4)
+        assert {type(error) for error in found.errors} == {BadUpstream}
+        assert sum(fake.inferences["m"] for fake in fakes) == 4
+
+
+@with_skips
+@pytest.mark.fault("a model hangs on one of three replicas that is otherwise well")
+async def test_replica_on_which_a_model_hangs_is_avoided_and_back_within_30_s() -> None:
+    async with simulated_replicas(3, ["m", "other"]) as fakes, over(fakes) as pool:
+        fakes[0].holds = True
+        for _ in range(30):
+            found = await at_once(pool, 12, timeout_s=0.1)
+            assert {type(error) for error in found.errors} <= {DeadlinePassed}
+        assert 0 < fakes[0].inferences["m"] <= 12
+        assert pool.failures.list_models(str(fakes[0].address)) == ["m"]
+        fakes[0].release()
+        waited_s = 0
+        while pool.failures.list_models(str(fakes[0].address)):
+            await at_once(pool, 3)
+            skip(1)
+            waited_s += 1
+            assert waited_s <= 30
+        before = fakes[0].inferences["m"]
+        assert not (await in_turns(pool, 90)).errors
+        assert fakes[0].inferences["m"] - before > 15

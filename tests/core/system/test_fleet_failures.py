@@ -215,25 +215,6 @@ def test_health_does_not_wait_for_replicas(three: Fleet) -> None:
             triton.signal(signal.SIGCONT)
 
 
-@pytest.mark.long
-@pytest.mark.fault("a Triton accepts requests and never responds")
-def test_replica_that_never_responds_gets_no_more_requests(three: Fleet) -> None:
-    """The last test of these replicas, because the ejected one gets no requests for 5 s."""
-    stopped = three.tritons[1]
-    stopped.signal(signal.SIGSTOP)
-    try:
-        with load_on(three, **{"X-Request-Timeout": "1"}) as impatient:
-            wait_until(lambda: read_state(three, stopped).startswith("slow"))
-        with load_on(three) as load:
-            load.wait_for_more()
-        assert set(load.statuses) == {200}
-        assert set(impatient.statuses) == {200, 504}
-        assert all(each.took_s > 0.9 for each in impatient.sent if each.status == 504)
-        assert three.client.get("/readyz").status_code == 200
-    finally:
-        stopped.signal(signal.SIGCONT)
-
-
 # A single replica.
 
 
@@ -241,32 +222,6 @@ def test_replica_that_never_responds_gets_no_more_requests(three: Fleet) -> None
 def one(tmp_path: Path) -> Iterator[Fleet]:
     with fleet_of(tmp_path, 1, **QUICK) as fleet:
         yield fleet
-
-
-@pytest.mark.long
-@pytest.mark.fault("the only Triton is killed under load")
-def test_gateway_without_a_triton_is_503_and_serves_again_when_it_is_back(one: Fleet) -> None:
-    triton = one.tritons[0]
-    assert one.unload("other").status_code == 200
-    triton.kill()
-    wait_until(lambda: one.infer().json().get("code") == "NO_REPLICA")
-    for _ in range(100):
-        refused = one.client.post("/v2/models/echo/infer", json=V2_BODY)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert one.client.get("/readyz").status_code == 503
-    assert one.client.get("/livez").status_code == 200
-    assert one.load("echo").status_code == 503
-    (down,) = one.client.get("/v1/replicas").json()["replicas"]
-    assert (down["state"], down["models"]) == ("DOWN", {})
-    page = one.client.get("/metrics").text
-    counts = re.findall(r"^gateway_replica_models\{.*\} (\S+)$", page, re.MULTILINE)
-    assert counts
-    assert {*counts} == {"0.0"}
-    triton.start()
-    triton.wait()
-    wait_until(lambda: one.infer().status_code == 200)
-    # It starts with --load-model=other, which the API unloaded.
-    wait_until(lambda: one.states("other") == {triton.address: "UNAVAILABLE"})
 
 
 @pytest.mark.fault("a load fails: an invalid config, no version, an exception at startup")

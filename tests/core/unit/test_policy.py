@@ -24,7 +24,7 @@ from gateway.access.keys import KeysFile
 from gateway.config.files import WatchedFile
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName, ReplicaSource, parse_replica_source
-from gateway.fleet.health import Health, HealthState, RetryBudget, can_eject
+from gateway.fleet.health import Health, HealthState, RetryBudget
 from gateway.fleet.index import (
     LOADING,
     READY,
@@ -51,25 +51,12 @@ from gateway.repository.readiness import (
     explain_unreadiness,
 )
 
-UP = Health().with_probe_answer()
-
-
 # Health.
 
-
-def failed(health: Health, times: int, now: float) -> Health:
-    for _ in range(times):
-        health = health.with_failure(now, can_eject=True)
-    return health
-
-
-EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
-    "answer": lambda health, _: health.with_probe_answer(),
-    "timeout": lambda health, _: health.with_probe_timeout(),
-    "refusal": lambda health, _: health.with_refusal(),
-    "success": lambda health, _: health.with_success(),
-    "failure": lambda health, now: health.with_failure(now, can_eject=True),
-    "failure-while-protected": lambda health, now: health.with_failure(now, can_eject=False),
+EVENTS: Mapping[str, Callable[[Health], Health]] = {
+    "answer": Health.with_probe_answer,
+    "timeout": Health.with_probe_timeout,
+    "refusal": Health.with_refusal,
 }
 
 
@@ -85,76 +72,14 @@ EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
         ("answer timeout timeout", HealthState.SLOW),
         ("answer timeout answer timeout", HealthState.UP),
         ("answer timeout timeout answer", HealthState.UP),
-        ("answer" + 20 * " failure-while-protected", HealthState.UP),
-        ("answer" + 20 * " failure-while-protected" + " failure", HealthState.EJECTED),
-        # Of several states it has the worst.
-        ("answer" + 5 * " failure", HealthState.EJECTED),
-        ("answer" + 5 * " failure" + " timeout timeout", HealthState.SLOW),
-        ("answer" + 5 * " failure" + " timeout timeout refusal", HealthState.DOWN),
+        ("answer timeout timeout refusal", HealthState.DOWN),
     ],
 )
 def test_health_after_events_has_state(events: str, state: HealthState) -> None:
     health = Health()
     for event in events.split():
-        health = EVENTS[event](health, 1000)
-    assert health.state(1000) is state
-
-
-def test_five_failures_in_a_row_eject_for_five_seconds() -> None:
-    assert failed(UP, 4, 1000).state(1000) is HealthState.UP
-    ejected = failed(UP, 5, 1000)
-    assert ejected.state(1000) is HealthState.EJECTED
-    assert ejected.state(1004.999) is HealthState.EJECTED
-    assert ejected.state(1005) is HealthState.UP
-    # Failures of requests that were sent before do not extend it.
-    assert failed(ejected, 50, 1004).state(1005) is HealthState.UP
-    # A success ends the row.
-    assert failed(failed(UP, 4, 1000).with_success(), 4, 1000).state(1000) is HealthState.UP
-    back = ejected.with_success()
-    assert failed(back, 4, 1006).state(1006) is HealthState.UP
-    assert failed(back, 5, 1006).state(1006) is HealthState.EJECTED
-
-
-def test_first_failure_after_ejection_ejects_for_longer_unless_five_minutes_passed() -> None:
-    health, now = failed(UP, 5, 1000), 1000.0
-    for nth in range(1, 80):
-        assert health.ejections == nth
-        lasts_s = min(5.0 * nth, 300.0)
-        assert health.state(now + lasts_s - 0.001) is HealthState.EJECTED
-        now += lasts_s
-        assert health.state(now) is HealthState.UP
-        assert failed(health, 5, now + 300).ejections == nth + 1
-        forgiven = failed(health, 5, now + 301)
-        assert (forgiven.ejections, forgiven.ejected_until) == (1, now + 301 + 5)
-        health = failed(health, 1, now)
-
-
-@given(st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.floats(0, 400))))
-def test_ejection_has_a_reason_and_an_end(events: list[tuple[str, float]]) -> None:
-    health = Health()
-    now = 1000.0
-    failures_in_a_row = 0
-    for event, pause_s in events:
-        now += pause_s
-        before = health
-        health = EVENTS[event](health, now)
-        if event == "success":
-            failures_in_a_row = 0
-        failures_in_a_row += event.startswith("failure")
-        assert health.ejected_until <= now + 300
-        assert health.state(health.ejected_until) is not HealthState.EJECTED
-        if health.ejected_until != before.ejected_until:
-            assert event == "failure"
-            assert failures_in_a_row >= 5
-            assert before.state(now) is not HealthState.EJECTED
-
-
-@given(st.integers(0, 200))
-def test_at_most_half_of_the_fleet_can_be_ejected(fleet: int) -> None:
-    ejected = 0
-    while can_eject(fleet, ejected):
-        ejected += 1
-    assert ejected == fleet // 2
+        health = EVENTS[event](health)
+    assert health.state is state
 
 
 @given(st.lists(st.booleans(), max_size=400))
