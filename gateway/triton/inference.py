@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.http import InferResult as TritonResult
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
 from gateway.errors import BadUpstream, InputMismatch
@@ -238,7 +239,7 @@ def decode_infer_response(body: bytes, head_bytes: int | None) -> tuple[str, dic
     available = 0 if head_bytes is None else len(body) - head_bytes
     if not 0 <= available < len(body):
         raise ValueError("the head has no possible length")
-    result = InferenceServerClient.parse_response_body(body, header_length=head_bytes)
+    result = TritonResult(ReceivedBody(body, head_bytes), False)
     document = result.get_response()
     arrays: dict[str, np.ndarray] = {}
     for entry in document.get("outputs", ()):
@@ -253,8 +254,25 @@ def decode_infer_response(body: bytes, head_bytes: int | None) -> tuple[str, dic
         if not 0 <= size <= available:
             raise ValueError("an output is not complete")
         available -= size
-        arrays[name] = result.as_numpy(name)
+        array = result.as_numpy(name)
+        arrays[name] = array if array.flags.aligned else array.copy()
     return str(document.get("model_version", "")), arrays
+
+
+class ReceivedBody:
+    """A response in the form that `InferResult` reads: the head, and then the data without a copy."""
+
+    def __init__(self, body: bytes, head_bytes: int | None) -> None:
+        self._body = body
+        self._head_bytes = head_bytes
+
+    def get(self, name: str) -> int | None:
+        return self._head_bytes if name == "Inference-Header-Content-Length" else None
+
+    def read(self, length: int | None = None) -> bytes | memoryview:
+        if length is not None or self._head_bytes is None:
+            return self._body[:length]
+        return memoryview(self._body)[self._head_bytes :]
 
 
 def find_output_dtype(name: Any, datatype: Any) -> np.dtype:
