@@ -206,7 +206,7 @@ site: $(SITE)/.ready ## Build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
 	@echo "the site is in build/site"
 
-# Draw the diagrams of docs/ as SVG in docs/images/diagrams, which the guide shows; a test compares their sources. It needs Chromium and npm.
+# Draw the diagrams of docs/ as SVG in docs/diagrams, which the guide shows; a test compares their sources. It needs Chromium and npm.
 MERMAID := build/node_modules/mermaid/dist/mermaid.min.js
 diagrams: $(VENV)/.dev $(MERMAID) ## Draw the diagrams of the documents
 	@$(BIN)/python -m deploy.site.diagrams $(MERMAID)

@@ -170,13 +170,14 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
             paths |= attachment.paths
     app.paths = paths
     app.deferral = deferral
+    deferrals = [] if deferral is None else [DeferralRoute(deferral)]
     routes = app.router.routes
-    routes.insert(0, PassThroughRoute())
-    if deferral is not None:
-        routes.insert(0, DeferralRoute(deferral))
-    for router in (*routers, assets.router):  # a page may have its path
-        # `include_router` builds each route again, at the first request, which then waits for 60 ms.
-        routes.extend(map(provide_exit_stack, router.routes))
+    routes[:0] = [PassThroughRoute(), *deferrals]
+    # `include_router` builds each route again, at the first request, which then waits for 60 ms.
+    all_routes = [route for router in (*routers, assets.router) for route in router.routes]
+    # `/v1/models/{model}` matches `/v1/models/digits:predict`, too; a page may have the path of an asset.
+    all_routes.sort(key=lambda route: not isinstance(route, InferenceRoute))
+    routes.extend(map(provide_exit_stack, all_routes))
     # Its router is called without FastAPI's own middleware, which costs a quarter of a request to `/v2`.
     border = ErrorBorder(app.router, paths.output_prefixes, error_serializers)
     middleware = GatewayMiddleware(app, border, paths)

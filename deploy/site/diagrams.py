@@ -18,7 +18,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
-PICTURES: Final = DOCS / "images" / "diagrams"
+PICTURES: Final = DOCS / "diagrams"
 DIAGRAM: Final = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DRAW: Final = """
     const [source, done] = arguments;

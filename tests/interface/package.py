@@ -10,7 +10,13 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 import gateway
-from gateway.config.settings import ENV_PREFIX, find_secrets, list_variable_fields
+from gateway.config.settings import (
+    ENV_PREFIX,
+    CapabilitySettings,
+    Settings,
+    find_secrets,
+    list_variable_fields,
+)
 from gateway.errors import GatewayError
 from tests.interface import names, openapi
 
@@ -35,11 +41,11 @@ def find_subclasses(base: type[ClassT]) -> Iterator[type[ClassT]]:
 
 
 def list_settings() -> Iterator[str]:
-    for model in find_subclasses(BaseModel):
-        if model.__module__.startswith("gateway."):
-            files = (f"{secret}_file" for secret in find_secrets(model))
-            for name in (*list_variable_fields(model), *files):
-                yield f"setting {ENV_PREFIX}{name.upper()}"
+    models: list[type[BaseModel]] = [Settings, *find_subclasses(CapabilitySettings)]
+    for model in models:
+        files = (f"{secret}_file" for secret in find_secrets(model))
+        for name in (*list_variable_fields(model), *files):
+            yield f"setting {ENV_PREFIX}{name.upper()}"
 
 
 def list_codes() -> Iterator[str]:

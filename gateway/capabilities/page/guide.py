@@ -115,7 +115,7 @@ class Guide:
 def read_documents(folder: Path) -> dict[str, str]:
     """Return the documents by name in the order of the index; those that it does not name come last."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
-    index = (folder / INDEX).read_text("utf-8")
+    index = (folder / INDEX).read_text("utf-8") if INDEX in names else ""
     names.sort(key=lambda name: index.find(f"]({name}") % (len(index) + 1))
     return {name: (folder / name).read_text("utf-8") for name in names}
 

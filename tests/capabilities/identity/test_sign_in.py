@@ -36,7 +36,6 @@ def test_user_of_the_page_signs_in_and_the_token_stays_in_memory(
         with gateway(f"http://127.0.0.1:{triton.port}", **settings) as (client, _):
             page.refusals = {401, 403}
             page.open(str(client.base_url), "#live")
-            page.click("#live-notice button")
             page.click("#key-sign-in")
             page.see("#key-button", "Key: set")
             page.until(lambda: page.run("return location.hash") == "#live", "the view of before")
@@ -49,7 +48,6 @@ def test_user_of_the_page_signs_in_and_the_token_stays_in_memory(
             assert issuer.challenges == {}
             # A page without a sign-in of its own reads no code.
             page.open(str(client.base_url), "?code=code-1&state=other#live")
-            page.click("#live-notice button")
             # A provider that is away is said in the dialog.
             issuer.answer = lambda path: (503, {}) if path == CONFIGURATION else None
             page.refusals.add(503)

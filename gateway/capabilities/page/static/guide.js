@@ -19,7 +19,7 @@ function showDiagrams() {
   const page = name.replace(/\.md$/, "").replaceAll("/", "-");
   [...document.querySelectorAll(".language-mermaid")].forEach((code, index) => {
     const source = code.parentElement;
-    const address = `${root}guide/images/diagrams/${page}-${index + 1}.svg`;
+    const address = `${root}guide/diagrams/${page}-${index + 1}.svg`;
     const link = el("a", { href: address, title: "Open the diagram alone" }, el("img", { class: "diagram", alt: "Diagram", src: address }));
     link.firstChild.addEventListener("error", () => link.replaceWith(source));
     source.replaceWith(link);
