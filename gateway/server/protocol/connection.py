@@ -386,6 +386,12 @@ class HttpProtocol(asyncio.Protocol):
         ):
             self._start_cycle(cycle)
 
+    def send_continue(self) -> None:
+        """Ask the client for the body; its time begins now."""
+        self.transport.write(CONTINUE_RESPONSE)
+        if self._body_patience is not None:
+            self._body_patience.skip(self.loop.time())
+
     def _watch_writes(self) -> None:
         self._unwritten_bytes = self.transport.get_write_buffer_size()
         if self._unwritten_bytes and self._write_patience is None:
@@ -544,7 +550,7 @@ class RequestCycle:
                 or (self.started and not self._pending_head)  # the response has begun
                 or self._is_disconnected
             ):
-                self._connection.transport.write(CONTINUE_RESPONSE)
+                self._connection.send_continue()
         while not (
             self._chunks
             or self._is_disconnected
