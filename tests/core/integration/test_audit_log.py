@@ -39,7 +39,9 @@ class Service:
         return self.client.put(LEVEL, headers=bearer(key), json={"level": level})
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        # The last line may still be in writing.
+        *lines, _ = self.path.read_text().split("\n")
+        return [json.loads(line) for line in lines]
 
     def read_lines_of(self, calls: Sequence[httpx.Response]) -> list[dict[str, Any]]:
         """Return the lines since the first of these calls, once the last one has its line."""
