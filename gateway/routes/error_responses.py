@@ -182,8 +182,7 @@ class ErrorBorder:
         except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
             if info.status != CLIENT_CLOSED_REQUEST:
                 # The response has started: the server closes the connection, so that clients see the error.
-                error = to_gateway_error(exc, info.request_id)
-                log.warning("the response was aborted: %s", error.detail)
+                log.warning("the response was aborted: %s", exc)
                 return
             await self._send_error(scope, receive, send, exc)
         finally:
