@@ -50,12 +50,12 @@ BUDGETS: Final = {
     "access": Budget(1050),
     TOP: Budget(1800),
     "client": Budget(
-        2235,
+        2240,
         is_enforced=True,
         reason="1,900 is the aim; signatures and docstrings of the methods take a third",
     ),
     "commands": Budget(
-        2330,
+        2335,
         is_enforced=True,
         reason="2,100 is the aim; the signatures, which are the help, take a third",
     ),

@@ -62,11 +62,11 @@ JOB_REQUEST_TIMEOUT_S: Final = 40.0
 class Client:
     """A client of a gateway, which threads may share. Nothing uses the network before the first call.
 
-    Without arguments, `TRITON_GATEWAY_URL`, `TRITON_GATEWAY_KEY` and `TRITON_GATEWAY_CA` say what to use. A
-    call and its repetitions take at most `timeout_s` seconds, which the gateway keeps as the deadline of an
-    inference. Requests that were refused (429, 503), lost (502) or found no connection are sent again, up to
-    `retries` times; the gateway's `Retry-After` says when. `arrays=False` returns lists in place of NumPy
-    arrays. Every method raises `GatewayError`.
+    Without arguments, `TRITON_GATEWAY_URL`, `TRITON_GATEWAY_KEY` and `TRITON_GATEWAY_CA`, or else
+    `GATEWAY_URL` and so on, say what to use. A call and its repetitions take at most `timeout_s` seconds,
+    which the gateway keeps as the deadline of an inference. Requests that were refused (429, 503), lost
+    (502) or found no connection are sent again, up to `retries` times; the gateway's `Retry-After` says
+    when. `arrays=False` returns lists in place of NumPy arrays. Every method raises `GatewayError`.
     """
 
     def __init__(

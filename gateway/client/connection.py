@@ -10,9 +10,7 @@ from urllib.parse import urlsplit
 
 DEFAULT_URL: Final = "http://localhost:8080"
 SCHEMES: Final = ("http", "https")
-URL_VARIABLE: Final = "TRITON_GATEWAY_URL"
-KEY_VARIABLE: Final = "TRITON_GATEWAY_KEY"
-CA_VARIABLE: Final = "TRITON_GATEWAY_CA"
+VARIABLE_PREFIXES: Final = ("TRITON_GATEWAY_", "GATEWAY_")  # the second is that of the settings
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,18 @@ def find_options(
     url: str | None, key: str | None, ca: str | os.PathLike[str] | None
 ) -> ClientOptions:
     """Return the options of the arguments; what is None comes from the environment. Raises `ValueError`."""
-    url = normalize_url(os.environ.get(URL_VARIABLE, DEFAULT_URL) if url is None else url)
-    key = os.environ.get(KEY_VARIABLE, "") if key is None else key
+    url = normalize_url(read_variable("URL", DEFAULT_URL) if url is None else url)
+    key = read_variable("KEY") if key is None else key
     if not (key.isascii() and key.isprintable()):
         raise ValueError("the key contains invalid characters; a key is printable ASCII")
-    ca = os.environ.get(CA_VARIABLE, "") if ca is None else ca
+    ca = read_variable("CA") if ca is None else ca
     return ClientOptions(url, key, os.fspath(ca))
+
+
+def read_variable(name: str, default: str = "") -> str:
+    """Return the value of the first variable with this name that is set."""
+    variables = (f"{prefix}{name}" for prefix in VARIABLE_PREFIXES)
+    return next((os.environ[each] for each in variables if each in os.environ), default)
 
 
 def normalize_url(url: str) -> str:

@@ -41,19 +41,26 @@ class Target:
 
     url: Annotated[
         str,
-        typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True),
+        typer.Option(
+            envvar=["TRITON_GATEWAY_URL", "GATEWAY_URL"],
+            help="URL of the gateway.",
+            show_envvar=True,
+        ),
     ] = "http://localhost:8080"
     key: Annotated[
         str,
         typer.Option(
-            envvar="TRITON_GATEWAY_KEY",
+            envvar=["TRITON_GATEWAY_KEY", "GATEWAY_KEY"],
             help="API key, if the gateway requires one.",
             show_default=False,
         ),
     ] = ""
     ca: Annotated[
         Path | None,
-        typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
+        typer.Option(
+            envvar=["TRITON_GATEWAY_CA", "GATEWAY_CA"],
+            help="PEM file of the trusted CA certificates.",
+        ),
     ] = None
 
     @cached_property

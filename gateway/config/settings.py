@@ -39,6 +39,7 @@ from gateway.messages import CommandError, suggest_name
 T = TypeVar("T")
 CapabilityT = TypeVar("CapabilityT", bound="CapabilitySettings")
 ENV_PREFIX: Final = "GATEWAY_"
+CLIENT_VARIABLES: Final = ("URL", "KEY", "CA")  # which the client and the commands read
 # Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
 KUBERNETES_VARIABLE: Final = re.compile(
     r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -555,7 +556,7 @@ def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySetti
     warnings = []
     for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
         setting = name.removeprefix(ENV_PREFIX)
-        if setting not in known and not KUBERNETES_VARIABLE.fullmatch(name):
+        if setting not in (*known, *CLIENT_VARIABLES) and not KUBERNETES_VARIABLE.fullmatch(name):
             hint = suggest_name(name, [f"{ENV_PREFIX}{each}" for each in known], cutoff=0.8)
             warnings.append(f"unknown setting {name}{hint}")
     return warnings

@@ -115,8 +115,9 @@ def list_commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[
         for flag in (*parameter.opts, *parameter.secondary_opts):
             if flag.startswith("-"):
                 yield f"flag {name} {flag}"
-        if isinstance(parameter.envvar, str):
-            yield f"variable {parameter.envvar}"
+        variables = parameter.envvar or []
+        for variable in [variables] if isinstance(variables, str) else variables:
+            yield f"variable {variable}"
     for word, child in getattr(command, "commands", {}).items():
         yield from list_commands(child, (*words, word))
 

@@ -26,6 +26,7 @@ import trustme
 from PIL import Image
 
 from gateway.client import AsyncClient, Body, Client, GatewayError, InferResult
+from gateway.client.connection import find_options
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
 from gateway.client.jobs import decode_row
 from tests.interface import sync_client
@@ -471,6 +472,24 @@ def test_lost_step_of_a_sequence_is_not_repeated(infer: Callable[..., InferResul
     (received,) = server.received
     assert received["idempotency-key"] == "mine"
     assert received["user-agent"].startswith("triton-gateway-client/")
+
+
+@pytest.mark.parametrize(
+    ("environment", "url", "key"),
+    [
+        ("", "http://localhost:8080", ""),
+        ("TRITON_GATEWAY_URL=http://a TRITON_GATEWAY_KEY=k", "http://a", "k"),
+        ("GATEWAY_URL=http://b GATEWAY_KEY=k", "http://b", "k"),
+        ("TRITON_GATEWAY_URL=http://a GATEWAY_URL=http://b GATEWAY_KEY=k", "http://a", "k"),
+    ],
+)
+def test_environment_says_which_gateway_is_called(
+    environment: str, url: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in environment.split():
+        monkeypatch.setenv(*variable.split("="))
+    options = find_options(None, None, None)
+    assert (options.url, options.key) == (url, key)
 
 
 @pytest.mark.parametrize("infer", [infer_sync, run_async])

@@ -147,7 +147,7 @@ def test_password_in_an_address_is_refused_and_not_shown(
 
 def test_unknown_setting_is_reported_with_the_similar_one() -> None:
     assert describe_unknown_settings(
-        ["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "PATH"]
+        ["GATEWAY_MAX_BODY_BYTE", "GATEWAY_QXJZ", "GATEWAY_DRAIN_S", "GATEWAY_URL", "PATH"]
     ) == [
         "unknown setting GATEWAY_MAX_BODY_BYTE; did you mean GATEWAY_MAX_BODY_BYTES?",
         "unknown setting GATEWAY_QXJZ",
