@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 from google.protobuf.message import DecodeError, EncodeError
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+from tritonclient.utils import deserialize_bytes_tensor
 
 from gateway.errors import BadUpstream, TooLarge
 from gateway.http_client.response import Headers
@@ -23,6 +23,7 @@ from gateway.triton.inference import (
     MAX_INLINE_RESPONSE_BYTES,
     InferRequest,
     InferResponse,
+    encode_tensor,
     find_output_dtype,
 )
 from gateway.triton.sequence import SEQUENCE_KEYS
@@ -49,7 +50,7 @@ def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
     for name, array in request.inputs.arrays.items():
         datatype = request.signature.inputs[name].datatype.name
         message.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        message.raw_input_contents.append(encode_tensor(array))
+        message.raw_input_contents.append(bytes(encode_tensor(array)))
     for name, count in options.class_counts.items():
         output = message.outputs.add(name=name)
         if count:
@@ -69,13 +70,6 @@ def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
         return bytes(message.SerializeToString())
     except (EncodeError, ValueError) as exc:
         raise TooLarge("the request exceeds the size of a gRPC message (2 GiB)") from exc
-
-
-def encode_tensor(array: np.ndarray) -> bytes:
-    """Return the elements as Triton has them: those of BYTES with their lengths before them."""
-    if array.dtype.kind != "O":
-        return array.tobytes()
-    return bytes(serialize_byte_tensor(array).item()) if array.size else b""
 
 
 def build_grpc_metadata(headers: Headers) -> Metadata:

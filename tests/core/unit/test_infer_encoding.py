@@ -19,13 +19,8 @@ from gateway.http_client.client import CompleteResponse
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
-from gateway.triton.grpc.messages import (
-    encode_grpc_request,
-    encode_tensor,
-    render_any_result,
-    render_small_result,
-)
-from gateway.triton.inference import InferRequest, parse_http_response
+from gateway.triton.grpc.messages import encode_grpc_request, render_any_result, render_small_result
+from gateway.triton.inference import InferRequest, encode_tensor, parse_http_response
 from gateway.triton.request_target import RequestTarget
 from gateway.triton.sequence import SequenceStep
 
@@ -154,7 +149,7 @@ def test_streamed_result_is_rendered_in_one_pass_as_in_two(data: st.DataObject) 
     response.model_version = "3"
     wrong_shape = data.draw(st.sampled_from([None, [0], [2], [-1], [-1, 1]]))
     response.outputs.add(name="Y", datatype=name, shape=wrong_shape or array.shape)
-    response.raw_output_contents.append(encode_tensor(array))
+    response.raw_output_contents.append(bytes(encode_tensor(array)))
     encoded = message.SerializeToString()
     rendered = render_small_result(request, encoded)
     if rendered is not None:
