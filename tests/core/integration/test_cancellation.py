@@ -215,6 +215,7 @@ def test_inference_without_grpc_uses_http_with_one_warning(triton: Triton, silen
         wait_until(lambda: ready(client, CANCELLABLE.name))
         for _ in range(5):
             assert ready(client, CANCELLABLE.name)
+        wait_until(lambda: warnings_of(command))  # a thread writes the log
         assert len(warnings_of(command)) == 1
         assert client.get("/v1/replicas").json()["replicas"][0]["state"] == "UP"
 
