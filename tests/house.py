@@ -37,7 +37,7 @@ BUDGETS: Final = {
         reason="750 is the aim; surplus and slow clients, and a page of theory, take the rest",
     ),
     "http_client": Budget(
-        785,
+        788,
         is_enforced=True,
         reason="550 is the aim; the work on requests whose deadline has passed is followed",
     ),

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import orjson
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
-from tritonclient.http import InferResult as TritonResult
 from tritonclient.utils import (
     TRITON_RESERVED_REQUEST_PARAMS,
     TRITON_RESERVED_REQUEST_PARAMS_PREFIX,
+    deserialize_bytes_tensor,
     serialize_byte_tensor,
 )
 
@@ -270,13 +271,13 @@ def parse_http_response(reply: CompleteResponse) -> InferResponse:
 def decode_infer_response(body: bytes, head_bytes: int | None) -> tuple[str, dict[str, np.ndarray]]:
     """Return the model's version and its outputs. Raises one of `DECODE_ERRORS` for an invalid response.
 
-    tritonclient trusts what the head says about the data.
+    tritonclient's `InferResult` searches all outputs for each one, and trusts what the head says of the data.
     """
-    available = 0 if head_bytes is None else len(body) - head_bytes
-    if not 0 <= available < len(body):
+    start = len(body) if head_bytes is None else head_bytes
+    if not 0 < start <= len(body):
         raise ValueError("the head has no possible length")
-    result = TritonResult(ReceivedBody(body, head_bytes), False)
-    document = result.get_response()
+    view = memoryview(body)
+    document = orjson.loads(view[:start])
     arrays: dict[str, np.ndarray] = {}
     for entry in document.get("outputs", ()):
         name = entry["name"]
@@ -287,28 +288,20 @@ def decode_infer_response(body: bytes, head_bytes: int | None) -> tuple[str, dic
         if size is None:
             arrays[name] = decode_json_data(entry["data"], entry["shape"], dtype)
             continue
-        if not 0 <= size <= available:
+        if not 0 <= size <= len(body) - start:
             raise ValueError("an output is not complete")
-        available -= size
-        array = result.as_numpy(name)
-        arrays[name] = array if array.flags.aligned else array.copy()
+        arrays[name] = decode_tensor(view[start : start + size], dtype).reshape(entry["shape"])
+        start += size
     return str(document.get("model_version", "")), arrays
 
 
-class ReceivedBody:
-    """A response in the form that `InferResult` reads: the head, and then the data without a copy."""
-
-    def __init__(self, body: bytes, head_bytes: int | None) -> None:
-        self._body = body
-        self._head_bytes = head_bytes
-
-    def get(self, name: str) -> int | None:
-        return self._head_bytes if name == "Inference-Header-Content-Length" else None
-
-    def read(self, length: int | None = None) -> bytes | memoryview:
-        if length is not None or self._head_bytes is None:
-            return self._body[:length]
-        return memoryview(self._body)[self._head_bytes :]
+def decode_tensor(data: Buffer, dtype: np.dtype) -> np.ndarray:
+    """Return the elements that `encode_tensor` has encoded; numbers share the memory of the data."""
+    if dtype.kind == "O":
+        elements: np.ndarray = deserialize_bytes_tensor(data)
+        return elements
+    array = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
+    return array if array.flags.aligned else array.copy()
 
 
 def find_output_dtype(name: Any, datatype: Any) -> np.dtype:

@@ -10,7 +10,6 @@ import numpy as np
 import orjson
 from google.protobuf.message import DecodeError, EncodeError
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import deserialize_bytes_tensor
 
 from gateway.errors import BadUpstream, TooLarge
 from gateway.http_client.response import Headers
@@ -23,6 +22,7 @@ from gateway.triton.inference import (
     MAX_INLINE_RESPONSE_BYTES,
     InferRequest,
     InferResponse,
+    decode_tensor,
     encode_tensor,
     find_output_dtype,
 )
@@ -118,8 +118,7 @@ def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
 
 def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
     dtype = find_output_dtype(output.name, output.datatype)
-    array = deserialize_bytes_tensor(data) if dtype.kind == "O" else np.frombuffer(data, dtype)
-    return array.reshape(tuple(output.shape))
+    return decode_tensor(data, dtype).reshape(tuple(output.shape))
 
 
 async def render_streamed_result(request: InferRequest, message: bytes) -> bytes:

@@ -143,8 +143,11 @@ def read_answer(body: bytes) -> object:
 
 
 def outputs(size: int) -> bytes:
-    entry = {"name": "Y", "datatype": "FP32", "shape": [1], "data": [1]}
-    return orjson.dumps({"outputs": [entry] * (size // len(orjson.dumps(entry)))})
+    empty = {"datatype": "FP32", "shape": [0], "parameters": {"binary_data_size": 0}}
+    entries = [
+        {"name": f"Y{number}", **empty} for number in range(size // len(orjson.dumps(empty)))
+    ]
+    return orjson.dumps({"outputs": entries})
 
 
 def index(size: int) -> list[Any]:
