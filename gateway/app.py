@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
 from anyio import to_thread
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
@@ -26,7 +26,7 @@ from gateway.process_exit import Drain
 from gateway.routes import administration, assets, health, infer, models, replicas, repository
 from gateway.routes import metrics as metrics_page
 from gateway.routes.dependencies import DeferralRoute, InferenceRoute
-from gateway.routes.error_responses import ErrorBorder, ErrorSerializer
+from gateway.routes.error_responses import ErrorBoundary, ErrorSerializer
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import (
     ERROR_SCHEMA,
@@ -136,7 +136,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
                 on_open(services)
             with Drain(settings.drain_s) as drain:
                 services.provide(drain)
-                services.provide(border)
+                services.provide(boundary)
                 services.provide(middleware)
                 async with AsyncExitStack() as stack:
                     for attachment in attachments:
@@ -170,18 +170,22 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
             paths |= attachment.paths
     app.paths = paths
     app.deferral = deferral
-    deferrals = [] if deferral is None else [DeferralRoute(deferral)]
-    routes = app.router.routes
-    routes[:0] = [PassThroughRoute(), *deferrals]
-    # `include_router` builds each route again, at the first request, which then waits for 60 ms.
-    all_routes = [route for router in (*routers, assets.router) for route in router.routes]
-    # `/v1/models/{model}` matches `/v1/models/digits:predict`, too; a page may have the path of an asset.
-    all_routes.sort(key=lambda route: not isinstance(route, InferenceRoute))
-    routes.extend(map(provide_exit_stack, all_routes))
+    add_routes(app, (*routers, assets.router), deferral)  # a page may have the path of an asset
     # Its router is called without FastAPI's own middleware, which costs a quarter of a request to `/v2`.
-    border = ErrorBorder(app.router, paths.output_prefixes, error_serializers)
-    middleware = GatewayMiddleware(app, border, paths)
+    boundary = ErrorBoundary(app.router, paths.output_prefixes, error_serializers)
+    middleware = GatewayMiddleware(app, boundary, paths)
     return add_cors(middleware, settings)
+
+
+def add_routes(app: FastAPI, routers: Iterable[APIRouter], deferral: Deferral | None) -> None:
+    """Add the routes to those of the application; the first that matches a request serves it."""
+    deferrals = [] if deferral is None else [DeferralRoute(deferral)]
+    app.router.routes[:0] = [PassThroughRoute(), *deferrals]
+    # `include_router` builds each route again, at the first request, which then waits for 60 ms.
+    routes = [route for router in routers for route in router.routes]
+    # `/v1/models/{model}` matches `/v1/models/digits:predict`, too.
+    routes.sort(key=lambda route: not isinstance(route, InferenceRoute))
+    app.router.routes.extend(map(provide_exit_stack, routes))
 
 
 def provide_exit_stack(route: BaseRoute) -> BaseRoute:

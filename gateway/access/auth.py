@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -98,19 +99,22 @@ REFUSALS: Final = (Unauthenticated, Forbidden, Unavailable)
 UNVERIFIED: Final = Caller("", models=(), kind=CallerKind.unauthenticated)
 
 
-class Verifier:
+class Verifier(ABC):
     """Identifies callers by one kind of credentials."""
 
+    @abstractmethod
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
         """Return the caller, or `UNVERIFIED`; None if the credentials are of another kind.
 
         The digest is that of `hash_key`. Raises `Unauthenticated` or `Forbidden`.
         """
-        raise NotImplementedError
 
     async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
-        """Verify the credentials; without `may_wait`, only with what is known. Raises one of `REFUSALS`."""
-        raise NotImplementedError
+        """Verify credentials that are `UNVERIFIED`; without `may_wait`, only with what is known.
+
+        Raises one of `REFUSALS`.
+        """
+        raise Unauthenticated(KEY_REQUIRED)
 
 
 class KeyVerifier(Verifier):

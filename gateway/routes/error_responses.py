@@ -142,7 +142,7 @@ def find_allowed_methods(request: Request) -> set[str]:
     path = getattr(matching[0], "path", None)
     same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
-    return methods | {"HEAD"} if "GET" in methods else methods  # `ErrorBorder` serves HEAD as GET
+    return methods | {"HEAD"} if "GET" in methods else methods  # `ErrorBoundary` serves HEAD as GET
 
 
 def serialize_openai_error(message: str, code: str, status: int) -> bytes:
@@ -153,7 +153,7 @@ def serialize_openai_error(message: str, code: str, status: int) -> bytes:
     return orjson.dumps({"error": error})
 
 
-class ErrorBorder:
+class ErrorBoundary:
     """The ASGI application around the routes, in which every exception becomes a response.
 
     It adds the headers that all responses of the gateway have. Their status and length go to `RequestInfo`.

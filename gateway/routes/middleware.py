@@ -23,7 +23,7 @@ from gateway.access.auth import (
 from gateway.access.limits import LimitExceeded
 from gateway.access.peers import client_network
 from gateway.errors import Unavailable
-from gateway.routes.error_responses import ErrorBorder
+from gateway.routes.error_responses import ErrorBoundary
 from gateway.routes.passthrough.rules import is_passthrough
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
@@ -67,7 +67,7 @@ def parse_head(unlimited_paths: Set[str], scope: Scope) -> RequestHead:
 class GatewayMiddleware:
     """The outermost ASGI application: identifies the caller of a request, limits and logs it."""
 
-    def __init__(self, framework: FastAPI, application: ErrorBorder, paths: PathRules) -> None:
+    def __init__(self, framework: FastAPI, application: ErrorBoundary, paths: PathRules) -> None:
         self.framework = framework
         self.services: Services | None = None  # set during the application's lifespan
         self._application = application

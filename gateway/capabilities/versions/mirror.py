@@ -26,7 +26,7 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.transports import FailedResponse, GrpcBytesCall, UpstreamCall
-from gateway.routes.error_responses import ErrorBorder
+from gateway.routes.error_responses import ErrorBoundary
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.recording import RecordedBody, RecorderMemory, Recording
@@ -192,7 +192,7 @@ class Mirror:
             "request_info": info,
         }
         receive = build_body_receiver(body)
-        await self._services.get(ErrorBorder)(copied, receive, forget)
+        await self._services.get(ErrorBoundary)(copied, receive, forget)
 
 
 def names_version(scope: RequestScope) -> bool:

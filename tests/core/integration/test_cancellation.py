@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from gateway.access.auth import CORE_PATHS
 from gateway.config.settings import Settings
-from gateway.routes.error_responses import ErrorBorder
+from gateway.routes.error_responses import ErrorBoundary
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import build_components, run_services
 from gateway.tensors.inputs import InferInputs
@@ -341,7 +341,7 @@ def cancel_request() -> bool:
             await asyncio.Event().wait()
 
         settings = Settings(state="memory:", triton_urls=("127.0.0.1:9",))
-        middleware = GatewayMiddleware(framework, ErrorBorder(wait, (), {}), CORE_PATHS)
+        middleware = GatewayMiddleware(framework, ErrorBoundary(wait, (), {}), CORE_PATHS)
         async with run_services(settings, build_components(settings)) as services:
             middleware.services = services
             request = asyncio.create_task(middleware(SCOPE, receive_nothing, send_nothing))
