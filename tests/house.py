@@ -77,7 +77,7 @@ BUDGETS: Final = {
     ),
     "capabilities": Budget(160),
     "capabilities/on_demand": Budget(
-        960,
+        965,
         is_enforced=True,
         reason="900 is the aim; a load on demand takes leases, and waits for room, of its own",
     ),

@@ -300,6 +300,7 @@ class ModelActivator:
                 loading = self._tasks.start(self._run_load(load, replica))
                 await self._wait_until_listed(model, replica, loading)
             await loading
+        self.held.record_ready(model)
         self._usage.record_use(model)
         self._failures.pop(model, None)
         duration_s = self._load_times_s[model] = perf_counter() - started_at

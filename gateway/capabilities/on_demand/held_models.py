@@ -67,6 +67,10 @@ class HeldModels:
 
     # Facts
 
+    def record_ready(self, model: str) -> None:
+        """Note the end of a load: until an update, the model would seem to be ready since that update."""
+        self._ready_since.setdefault(model, perf_counter())
+
     async def update(self, max_age_s: float = inf) -> None:
         """Read the facts of ready models that are not known, or older, and when they became ready."""
         now = perf_counter()
